@@ -112,7 +112,7 @@ def test_inspect_lists_names_ties_shapes_bytes_and_shares(tiny: Path, tmp_path: 
 def test_no_is_said_without_a_traceback(tiny: Path, tmp_path: Path) -> None:
     assert "there is no folder" in refused("inspect", tmp_path / "none")
     assert "holds no model" in refused("inspect", tmp_path)
-    assert "cannot be read" in refused("report", tiny)
+    assert "holds no report" in refused("report", tiny)
     assert "there is no folder" in refused("compare", tiny, tmp_path / "none")
     assert "cannot be read" in refused("compare", tiny, tiny, "--texts", tmp_path / "none.txt")
     (tmp_path / "empty.txt").write_text("\n")

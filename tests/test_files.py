@@ -69,6 +69,8 @@ def test_a_plain_module_returns(kind: str, tmp_path: Path) -> None:
     assert loaded.words.weight.dtype == model.words.weight.dtype
     assert loaded.state_dict().keys() == model.state_dict().keys()
     torch.testing.assert_close(loaded(IDS), model(IDS), rtol=0, atol=0)
+    with pytest.raises(KflatsError, match=r"is factored already.*a newly built model"):
+        load_(loaded, tmp_path / "new" / "folder")
     save(loaded, tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (
         tmp_path / "new/folder/model.safetensors"

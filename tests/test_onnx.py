@@ -106,6 +106,19 @@ def test_parts_of_a_model_keep_attention_of_their_own() -> None:
     assert [one._attn_implementation for one in found] == ["sdpa", "sdpa", "flex_attention"]
 
 
+def test_a_model_in_another_form_is_recorded_as_its_codes_are(tmp_path: Path) -> None:
+    """It was refused, because its own outputs were those of rounded inputs."""
+    model = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 32)).requires_grad_(False)
+    recipe = kflats.Recipe(kflats.KeepDense(), codec=kflats.Integer(4))
+    kflats.compress_(model, {"linear": recipe}, keep="20%", quiet=True)
+    x = torch.randn(6, 48)
+    wanted = model(x)
+    kflats.run_as_(model, "int8")
+    assert export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randn(2, 48)}).difference < 1e-5
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x), wanted, rtol=1e-4, atol=1e-4)
+    assert {layer.run_form for layer in (model[0], model[2])} == {"int8"}
+
+
 @pytest.mark.slow
 def test_coded_table_and_layers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 7)).eval()

@@ -185,7 +185,7 @@ def test_a_missing_field_is_refused_and_a_default_is_not_needed() -> None:
 
 
 def test_files_that_are_not_reports(tmp_path: Path) -> None:
-    with pytest.raises(KflatsError, match="cannot be read"):
+    with pytest.raises(KflatsError, match="holds no report"):
         Report.load(tmp_path)
     for content in (b"{", b"\xff\xfe\x00", b"[" * 100_000):
         (tmp_path / REPORT_FILE).write_bytes(content)

@@ -412,7 +412,8 @@ def test_compiled_a_layer_follows_the_tensors_of_the_graph(form):
     x, ids = torch.randn(3, D), torch.tensor([[0, 5, 59]])
 
     def given(weight: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {"weight": weight}, (x,))
+        tensors = {name: each.detach() for name, each in layer.named_parameters()}
+        return torch.func.functional_call(layer, tensors | {"weight": weight}, (x,))
 
     def doubled() -> tuple[Tensor, ...]:
         before = layer(x), table(ids)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
 from kflats.matrices import running
@@ -136,7 +136,8 @@ def test_int8_has_no_gradients_and_says_so(frozen: bool) -> None:
         model(inputs().requires_grad_(frozen)).sum().backward()
     assert layer_of(model).run_form == "int8"
     factors = net(Recipe(SVD())).requires_grad_(not frozen)
-    run_as_(factors, "int8")
+    with pytest.warns(KflatsWarning, match="the run-time form int8 changes nothing"):
+        run_as_(factors, "int8")
     factors(inputs().requires_grad_(frozen)).sum().backward()
 
 
@@ -254,6 +255,21 @@ def test_parts_of_a_batch_are_multiplied_as_the_whole(rows: int, monkeypatch: py
             torch.testing.assert_close(product(x), whole, rtol=0, atol=0)
             near = x.reshape(-1, 64) @ (product.numbers.float() * product.steps * product.scales.unsqueeze(1))
             assert float((product(x).reshape(near.shape) - near).norm()) < 0.05 * float(near.norm())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inputs_of_another_kind_are_refused(form: RunForm) -> None:
+    """Whole numbers gave zeros, and one number was repeated for all inputs."""
+    model = net().requires_grad_(False)
+    run_as_(model, form)
+    for x, said in (
+        (torch.randint(0, 3, (2, 64)), "inputs of torch.int64 are not supported"),
+        (torch.ones(2, 64, dtype=torch.uint8), "inputs of torch.uint8 are not supported"),
+        (torch.randn(3, 1), r"inputs of shape \(3, 1\) do not fit"),
+        (torch.randn(3, 65), r"inputs of shape \(3, 65\) do not fit"),
+    ):
+        with pytest.raises(KflatsError, match=said):
+            model(x)
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -94,12 +94,21 @@ def test_factors_keep_a_type_of_their_own(stored: torch.dtype, make_matrix: Any,
 
 
 def test_device_maps_and_shards(make_matrix: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     model = bert()
     compress(model, make_matrix)
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     for settings in ({}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}, "dtype": "auto"}):
         torch.testing.assert_close(run(AutoModelForMaskedLM.from_pretrained(tmp_path, **settings)), run(model))
+    layers = [f"bert.encoder.layer.{i}" for i in range(2)]
+    places = dict.fromkeys(["bert.embeddings", *layers, "cls"], "cpu")
+    settings = {"device_map": places | {layers[1]: "disk"}, "offload_folder": tmp_path / "offloaded"}
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, **settings)
+    torch.testing.assert_close(run(loaded), run(model))
+    settings["device_map"] = places | {"bert.embeddings": "disk"}
+    with pytest.raises(KflatsError, match="a device_map that keeps them on disk is not supported"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("size", [160, 199, 230])
@@ -255,19 +264,39 @@ def test_a_saved_model_can_be_compressed_further(make_matrix: Any, tmp_path: Pat
     torch.testing.assert_close(run(load_model(tmp_path / "two")), run(model))
 
 
-def test_saves_through_pickle_and_state_dicts(make_matrix: Any) -> None:
-    model = bert()
-    compress(model, make_matrix)
+def pickled(model: Any) -> Any:
+    """Its copy through pickle."""
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    twin = torch.load(buffer, weights_only=False)  # our own bytes
+    return torch.load(buffer, weights_only=False)  # our own bytes
+
+
+def test_saves_through_pickle_and_state_dicts(make_matrix: Any) -> None:
+    model = bert()
+    compress(model, make_matrix)
+    twin = pickled(model)
     torch.testing.assert_close(run(twin), run(model))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.normal_()
     twin.load_state_dict(model.state_dict())
     torch.testing.assert_close(run(twin), run(model))
+
+
+def test_a_pickled_model_saves_and_resizes_as_the_model_itself(make_matrix: Any, tmp_path: Path) -> None:
+    """The methods of transformers would write tensors that the config does not describe."""
+    model = bert()
+    compress(model, make_matrix)
+    model.save_pretrained(tmp_path / "own")
+    for number, twin in enumerate((pickled(model), copy.deepcopy(model))):
+        assert twin.save_pretrained.args == twin.resize_token_embeddings.args == (twin,)
+        twin.save_pretrained(tmp_path / str(number))
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / str(number) / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+        twin.resize_token_embeddings(230)
+        assert run(twin).shape == (2, 4, 230)
+    assert run(model).shape == (2, 4, 199)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")

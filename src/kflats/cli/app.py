@@ -113,7 +113,7 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     owned = [(name, layer.matrix) for name, layer in factored_layers(loaded) if layer.owns_matrix]
     for name, matrix in [*owned, *((name, held.matrix) for name, held in held_matrices(loaded))]:
         n, d = matrix.shape
-        typer.echo(f"compressed already: {visible(name)}, {n} x {d}, {matrix.kind}, {size(matrix.nbytes)}")
+        typer.echo(f"compressed already: {visible(name)}, {n} x {d}, {matrix.kind}, {size(matrix.nbytes)} in memory")
 
 
 @with_options

@@ -50,7 +50,7 @@ from kflats.io.sources import (
 )
 from kflats.io.static import StaticModel
 from kflats.methods import Auto, Method
-from kflats.model.run_as import coded_layers, set_run_form_
+from kflats.model.run_as import set_run_form_, warn_without_effect
 from kflats.model.weights import Weight, factored_layers, held_matrices
 from kflats.numerics.large_matrices import large_matrices_in
 from kflats.numerics.svd import forget_metric
@@ -304,9 +304,7 @@ def compress_folder(
         )
         forget_metric()
         set_run_form_(model, form)
-        if form != "dense" and not coded_layers(model):
-            why = "because no layer in codes multiplies"
-            warnings.warn(KflatsWarning(f"the run-time form {form} changes nothing, {why}"), stacklevel=2)
+        warn_without_effect(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         workers.meet()  # the others have read what they need of the unfinished run
         if not workers.first:

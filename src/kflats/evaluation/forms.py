@@ -16,7 +16,7 @@ from kflats.evaluation.latency import DRAWN_SHAPES, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs
 from kflats.evaluation.running import device_of, medium_of
 from kflats.matrices.running import integer_limit
-from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_
+from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_, warn_without_effect
 from kflats.model.weights import is_kflats_config, pretrained_models
 
 MOST_LOSS = 0.002
@@ -67,6 +67,9 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     Returns:
         The number of layers whose form it is now.
 
+    Warns:
+        KflatsWarning: no layer has codes that it multiplies by, so that forms are alike.
+
     Raises:
         KflatsError: an unknown form; "auto" for a model whose folder does not say what forms lose. In "int8", a call
             that asks for gradients, or on another device than a CPU or a GPU of CUDA.
@@ -82,6 +85,7 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     """
     check_run_form(form, auto=True)
     chosen = fastest(model, known_losses(model), most_loss, quiet=quiet) if form == "auto" else form
+    warn_without_effect(model, chosen)
     return set_run_form_(model, chosen)
 
 

@@ -48,6 +48,7 @@ from kflats.io.atomic import check_file, check_folder, locked, new_folder, repla
 from kflats.io.saving import STOP_KEY, VERSION_KEY
 from kflats.io.sources import copy_companions, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel
+from kflats.model.run_as import running_as
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, onnx_card, rewrite_
 from kflats.report.report import stored_bytes
@@ -178,7 +179,7 @@ def export_onnx(
     elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
         graph = graph.of(copy.deepcopy(graph.model).cpu())
     notes = [] if dtype == torch.float32 else [f"recorded in float32: the model computes in {str(dtype)[6:]}"]
-    with evaluating(graph), torch.no_grad():
+    with evaluating(graph), running_as(graph.model, "dense"), torch.no_grad():
         wanted = [graph(*tensors) for tensors in graph.trials()] if int8 else []
         if int8:
             graph = graph.of(copy.deepcopy(graph.model))

@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from types import MethodType
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -202,8 +202,8 @@ def guard_saving_(model: nn.Module) -> None:
     """Give each transformers model in ``model`` that has factored layers the ``save_pretrained`` below."""
     for _, part in pretrained_models(model):
         if any(True for _ in (*factored_layers(part), *held_matrices(part))):
-            # A bound method follows its model through copy.deepcopy.
-            part.__dict__["save_pretrained"] = MethodType(save_pretrained, part)
+            # It follows its model through deepcopy and pickle; a bound method would be pickled as that of the class.
+            part.__dict__["save_pretrained"] = partial(save_pretrained, part)
         else:
             part.__dict__.pop("save_pretrained", None)
 

@@ -122,6 +122,12 @@ class KflatsQuantizer(HfQuantizer):
             if layer.owns_matrix:
                 for key, tensor in _stored(layer).items():
                     # transformers only warns of a missing tensor, and fills it with random numbers.
+                    if tensor.is_meta and "disk" in getattr(model, "hf_device_map", {}).values():
+                        raise KflatsError(
+                            f"{name} holds factors or codes, and a device_map that keeps them on disk is not supported",
+                            cause="they are read whole in every call",
+                            hint="a device_map that has them on a device or on the CPU",
+                        )
                     if tensor.is_meta or not _is_loaded(tensor):
                         raise KflatsError(
                             f"the checkpoint has no {name}.{key} of shape {tuple(tensor.shape)}",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -286,7 +286,8 @@ class CodedMatrix(Matrix):
         self.position: Tensor
         self.fields: Tensor
         self.register_buffer("position", empty, persistent=False)
-        self.register_buffer("fields", empty, persistent=False)
+        # A tensor of its own: accelerate brings one of two names of a tensor to the devices of a device_map.
+        self.register_buffer("fields", empty.clone(), persistent=False)
         self.register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
         self.refresh()
 
@@ -553,9 +554,13 @@ class CodedMatrix(Matrix):
         q = q if middle is None else q + middle.unsqueeze(1)
         return Tile(flat, first, q * self._spread(by_row)[:, : how.used].T, None, by_class, None)
 
+    def _factor(self, name: str) -> Tensor:
+        """A parameter, or the tensor that ``torch.func.functional_call`` puts in its place."""
+        return cast(Tensor, self._parameters[name])
+
     def _is_shrunk(self) -> bool:
         """Whether a ``shrink`` may be other than 0; also True where reading it is slow, or where it needs gradients."""
-        shrink = self.get_parameter("shrink")
+        shrink = self._factor("shrink")
         if shrink.device.type != "cpu" or is_recording():
             return True
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
@@ -566,7 +571,7 @@ class CodedMatrix(Matrix):
         centers, contexts = self.get_buffer("centers").to(dtype), self.get_buffer("contexts").to(torch.int32)
         scales = self._spread(self._scales()) if geometry.scales == "class" else torch.ones_like(centers)
         if geometry.basis == "int8":
-            whole = self.get_parameter("basis_scale").to(dtype) * _BASIS_UNIT
+            whole = self._factor("basis_scale").to(dtype) * _BASIS_UNIT
             parts = zip(geometry.parts, whole.split([rank for _, rank in geometry.parts]), strict=True)
             each = [F.pad(of, (0, geometry.rank - rank)).expand(count, -1) for (count, rank), of in parts]
             scales = scales * torch.cat(each)
@@ -574,7 +579,7 @@ class CodedMatrix(Matrix):
             scales = scales * 2.0 ** (self.get_buffer("column_steps").to(dtype) / STEPS_AN_OCTAVE)
         if not self._is_shrunk():
             return None, centers, scales
-        less = self.get_parameter("shrink").to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
+        less = self._factor("shrink").to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
         return less, centers, scales
 
     def _scales(self) -> Tensor:

@@ -27,7 +27,7 @@ from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
-from kflats.matrices.running import INTEGER_DEVICES, IntegerProduct, Product
+from kflats.matrices.running import INTEGER_DEVICES, IntegerProduct, Product, check_width
 
 
 class HoldsMatrix:
@@ -86,7 +86,7 @@ class HoldsMatrix:
     def _replicate_for_data_parallel(self) -> Any:
         raise KflatsError(
             "factored layers cannot be copied by nn.DataParallel",
-            hint="DistributedDataParallel (torchrun), or one visible GPU",
+            hint="DistributedDataParallel(model, broadcast_buffers=False) under torchrun, or one visible GPU",
         )
 
 
@@ -154,6 +154,8 @@ class _Multiplies(_OneOperator):
         """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Calls whose gradients reach the
         matrix, and graphs that are recorded for files, use the stored form."""
         matrix, transposed = self.matrix, self.transposed
+        _check_floats(x)
+        check_width(x, self.in_features)
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
         if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
             if (
@@ -291,7 +293,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         """``(*b,)`` token ids -> ``(*b, d)``: rows of the matrix, times ``scale`` where the model scales its
         embeddings."""
-        if torch.is_autocast_enabled(input.device.type):
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
             with torch.autocast(input.device.type, enabled=False):
                 return self._look_up(input)
         return self._look_up(input)
@@ -424,6 +426,16 @@ def check_bias(bias: Tensor | None, size: int) -> None:
         )
 
 
+def _check_floats(x: Tensor) -> None:
+    """Refuse whole numbers as inputs: factors are cast to the inputs' type, and would become zeros."""
+    if not x.is_floating_point():
+        raise KflatsError(
+            f"inputs of {x.dtype} are not supported with a factored layer",
+            cause="it multiplies floating-point numbers",
+            hint="the inputs as floats: x.float()",
+        )
+
+
 def check_matrix_rows(matrix_rows: str) -> None:
     """Refuse a value of ``matrix_rows`` that is not a side of a layer."""
     if matrix_rows not in ("in_features", "out_features"):
@@ -500,6 +512,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
         matrix = self.matrix
+        _check_floats(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if isinstance(matrix, DenseMatrix):
             kernel = matrix.weight.T if self.matrix_rows == "in_features" else matrix.weight

@@ -259,7 +259,14 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
     for module in description.modules.values():
         name = next((s for s in spellings(model, module.name) if s in weights), None)
         if name is None:
-            if strict or any(submodule(model, s) is not None for s in spellings(model, module.name)):
+            there = [submodule(model, s) for s in spellings(model, module.name)]
+            if any(isinstance(layer, FactoredLinear | FactoredHead | FactoredEmbedding) for layer in there):
+                raise KflatsError(
+                    f"{module.name!r} is factored already, and a file is loaded into dense layers",
+                    cause="the model was compressed, or the file loaded before",
+                    hint="a newly built model",
+                )
+            if strict or any(layer is not None for layer in there):
                 raise KflatsError(
                     f"the file has a factored layer {module.name!r} that {type(model).__name__} cannot take",
                     cause="the model class or its config is not the one that was saved",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
+from kflats.common.errors import KflatsWarning
 from kflats.common.run_forms import FormLoss, RunForm, check_run_form
 from kflats.common.schema import decode
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
@@ -40,6 +42,13 @@ def running_as(model: nn.Module, form: RunForm) -> Iterator[None]:
     finally:
         for layer, own in forms:
             layer.run_form = own
+
+
+def warn_without_effect(model: nn.Module, form: RunForm) -> None:
+    """Warn, for the caller's caller, of a form that changes nothing."""
+    if form != "dense" and not coded_layers(model):
+        why = "because no layer in codes multiplies"
+        warnings.warn(KflatsWarning(f"the run-time form {form} changes nothing, {why}"), stacklevel=3)
 
 
 def coded_layers(model: nn.Module) -> list[FactoredLinear | FactoredHead]:

@@ -17,7 +17,8 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -64,9 +65,9 @@ def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
     for _, part in pretrained_models(model):
         ends = (vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings"))
         if any(id(end) in shared for end in ends):
-            # A bound method follows its model through copy.deepcopy.
+            # They follow their model through deepcopy and pickle; bound methods would be pickled as those of the class.
             for method in _METHODS:
-                part.__dict__[method.__name__] = MethodType(method, part)
+                part.__dict__[method.__name__] = partial(method, part)
 
 
 def resize_token_embeddings(self: Any, *args: Any, **settings: Any) -> nn.Module:

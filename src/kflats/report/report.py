@@ -208,6 +208,12 @@ class Report:
         file = Path(path)
         if is_coded_table(file):
             raise KflatsError(f"{file} holds a coded table, which has no report", hint=f"kflats inspect {file}")
+        if file.is_dir() and not (file / REPORT_FILE).exists():
+            raise KflatsError(
+                f"{file} holds no report",
+                cause="kflats compress did not write the folder, or its model was trained and saved afterwards",
+                hint="the folder that kflats compress wrote",
+            )
         data = read_json(file / REPORT_FILE if file.is_dir() else file, _FORMAT, _VERSION, "report")
         report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
         return report
