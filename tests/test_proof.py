@@ -527,6 +527,7 @@ def test_images_need_no_tokenizer(tiny: Callable[[str], Any], tmp_path: Path) ->
     assert (proof.outputs.inputs, proof.outputs.loss) == ("drawn inputs", 0)
     assert "a batch of 8" in str(proof)
 
+@pytest.mark.slow
 
 def test_a_quality_of_what_reads_no_texts_is_kept_on_drawn_inputs(tiny: Callable[[str], Any], tmp_path: Path) -> None:
     tiny("vit").save_pretrained(tmp_path / "vit")

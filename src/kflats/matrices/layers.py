@@ -86,7 +86,7 @@ class HoldsMatrix:
     def _replicate_for_data_parallel(self) -> Any:
         raise KflatsError(
             "factored layers cannot be copied by nn.DataParallel",
-            hint="DistributedDataParallel(model, broadcast_buffers=False) under torchrun, or one visible GPU",
+            hint="DistributedDataParallel under torchrun, without broadcast_buffers, or one visible GPU",
         )
 
 
@@ -432,7 +432,7 @@ def _check_floats(x: Tensor) -> None:
         raise KflatsError(
             f"inputs of {x.dtype} are not supported with a factored layer",
             cause="it multiplies floating-point numbers",
-            hint="the inputs as floats: x.float()",
+            hint="inputs in float32, or in the model's own type",
         )
 
 
