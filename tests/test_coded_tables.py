@@ -418,8 +418,8 @@ def test_flats_whose_axes_cost_more_than_they_save_are_not_taken(
     assert lost[0] == lost[1]
     assert "one flat does better than 3 in these bytes" in capsys.readouterr().err
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_many_flats_and_weights_have_a_label_for_each_class(tmp_path: Path) -> None:
     """16 flats of 16 levels would be more than a byte tells apart."""
     rows = planted(3000, 8, 1)[0]
@@ -469,8 +469,8 @@ def test_a_long_table_has_files_for_several_workers(nbytes: int) -> None:
         assert rows < 16 * 2**18 or rows >= 15 * each
         assert nbytes > 1 or 2**18 <= each <= 2**22
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_flats_in_few_bytes_do_not_lose_the_table(tmp_path: Path) -> None:
     source = saved(torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0)), tmp_path / "rows.npy")
     errors = [
@@ -504,8 +504,8 @@ def test_the_longest_rows_are_kept_whatever_the_step(tmp_path: Path) -> None:
     # Half a step of a class that holds up to 2^15 - 1, and begins at a 64th of it.
     assert open_table(tmp_path / "out").rows([7, 8])[:, 0].tolist() == pytest.approx([557_887, -557_887], rel=1e-3)
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_rows_that_count_more_lose_less(tmp_path: Path) -> None:
     """Weights from a file are those in memory; equal ones change no byte of the rows."""
     rows, _ = planted(20_000, 16, 1)

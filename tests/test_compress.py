@@ -269,8 +269,8 @@ def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
         one.pop(REPORT_FILE), one.pop(MANIFEST)  # the report holds seconds, the manifest the report's hash
     assert a == b
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_sizes_share_what_was_prepared_and_give_the_files_of_single_calls(tiny_folder, tmp_path, monkeypatch):
     was, measured = CalibrationData.measured, []
     monkeypatch.setattr(CalibrationData, "measured", lambda *args: measured.append(1) or was(*args))

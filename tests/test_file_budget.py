@@ -154,8 +154,8 @@ def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> Non
         compress_folder(with_dense, tmp_path / "none", keep="130kB of all files", **asked)
     assert not (tmp_path / "none").exists()
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_a_plan_and_its_report_tell_of_one_model(with_dense: Path, tmp_path: Path) -> None:
     """Whose size has the weights of other modules in it."""
     path = tmp_path / "plan.json"

@@ -527,8 +527,8 @@ def test_images_need_no_tokenizer(tiny: Callable[[str], Any], tmp_path: Path) ->
     assert (proof.outputs.inputs, proof.outputs.loss) == ("drawn inputs", 0)
     assert "a batch of 8" in str(proof)
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_a_quality_of_what_reads_no_texts_is_kept_on_drawn_inputs(tiny: Callable[[str], Any], tmp_path: Path) -> None:
     tiny("vit").save_pretrained(tmp_path / "vit")
     report = compress_folder(tmp_path / "vit", tmp_path / "small", quality=0.95, samples=8, proof=True, quiet=True)

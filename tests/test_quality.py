@@ -107,8 +107,8 @@ def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
         smallest_size(attempt, 0.9, 1000, 0, 4000)
     assert len(tried) == 1
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_outputs_that_are_not_finite_are_those_of_a_size_that_is_too_small(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

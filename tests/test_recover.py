@@ -500,8 +500,8 @@ def run(*arguments: object) -> Any:
         raise result.exception
     return result
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_products_in_bfloat16_learn_as_well_and_parameters_stay_float32(data: Path, tiny_tokenizer: Any) -> None:
     settings = {**FAST, "tokenizer": tiny_tokenizer, "task_data": data, "epochs": 6, "patience": None, "seed": 1}
     models, done = [small(), small()], []
@@ -513,8 +513,8 @@ def test_products_in_bfloat16_learn_as_well_and_parameters_stay_float32(data: Pa
     losses = [[epoch.loss for epoch in one.epochs] for one in done]
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.3, atol=0.02)
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Path) -> None:
     common = (
         "--task",

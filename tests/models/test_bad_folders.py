@@ -55,8 +55,8 @@ def run(program: str, *arguments: Path, kflats: Path | None = None) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-@pytest.mark.slow
 
+@pytest.mark.slow
 def test_without_kflats_loading_fails(matrix_kinds: Any, tmp_path: Path) -> None:
     """The greatest danger: transformers alone must stop, not go on with random weights. The description's entry stops
     it before it reads tensors; a folder that lost its description stops at the shapes."""
