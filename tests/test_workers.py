@@ -30,11 +30,12 @@ from kflats.common.errors import KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Store, Workers
 from kflats.methods import SVD
 from kflats.model.weights import find_weights
+from kflats.numerics.coding.lanes import Bytes
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, passed_on, weight_candidates
 from kflats.recipe.recipe import Recipe
 from kflats.tables import compress_table, statistics
-from kflats.tables.shards import Bytes, ShardWriter
+from kflats.tables.shards import ShardWriter
 
 NUMBERS = Packed(str, lambda index, text: int(text))
 TASKS = [f"task {index}" for index in range(7)]

@@ -19,7 +19,7 @@ from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError, NotFiniteError
-from kflats.common.formatting import Update, announce, progress_bar, size
+from kflats.common.formatting import Update, announce, progress_bar, size, some
 from kflats.common.machine import unused_bytes
 from kflats.common.texts import check_ids
 from kflats.common.workers import Workers
@@ -171,8 +171,10 @@ def measure(
         by_name = {w.name: means[w.name] for w in weights}
         unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
         if unreached:
-            names = ", ".join(unreached[:5]) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
-            announce(f"never reached by this data: {names}; the statistics of these weights are zero", quiet=quiet)
+            announce(
+                f"never reached by this data: {some(unreached, 5)}; the statistics of these weights are zero",
+                quiet=quiet,
+            )
         samples = max(one.samples for one in by_name.values())
         statistics = Statistics(by_name, samples, job.about, fingerprint(model), unreached)
         if file is None:

@@ -54,6 +54,15 @@ def share(part: float, whole: float = 1.0) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """The first of several names, and how many more there are.
+
+    >>> some(["a", "b", "c", "d", "e"]), some(["a"])
+    ('a, b, c and 2 more', 'a')
+    """
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """A measured value to ``digits`` significant digits; a dash if it was not measured.
 

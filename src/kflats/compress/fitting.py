@@ -40,7 +40,7 @@ from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.candidates import bias_bytes
 from kflats.planning.decide import Decided
 from kflats.recipe.budget import Budget
-from kflats.recipe.recipe import Decision, Plan, Recipe, as_cast, to_json
+from kflats.recipe.recipe import Decision, Plan, Recipe, as_cast, largest_of_any_size, to_json
 from kflats.report.report import Report, WeightReport, analyse, left_dense, stored_bytes
 
 _SHIFT, _STREAM = "bias shift", "stream of the file"
@@ -97,7 +97,7 @@ def factorize(
     workers = workers or Workers()
     chosen = [replace(one, recipe=as_cast(one.weight, one.recipe)) for one in plan.decisions]
     done = {one.weight.name: CompressedWeight(one, None, left_dense(one)) for one in chosen if one.recipe.is_dense}
-    filler = _filler(plan)
+    filler = largest_of_any_size(plan.decisions) if plan.allocation == "loss" else None
     open_ones = [one for one in chosen if not one.recipe.is_dense]
     last = [one for one in open_ones if filler is not None and one.weight is filler.weight]
     with progress_bar(quiet=quiet) as update:
@@ -214,12 +214,6 @@ def kept_streams(done: Sequence[CompressedWeight]) -> KeptStreams:
         if one.stream is not None and isinstance(one.matrix, CodedMatrix):
             streams.keep(one.matrix, one.stream)
     return streams
-
-
-def _filler(plan: Plan) -> Decision | None:
-    """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
-    open_ones = [d for d in plan.decisions if d.recipe.codec.any_size]
-    return max(open_ones, key=lambda d: d.budget_bytes, default=None) if plan.allocation == "loss" else None
 
 
 def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: Decision, limit: int) -> int | None:

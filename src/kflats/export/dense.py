@@ -15,7 +15,7 @@ from safetensors.torch import save_model as save_tensors
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import number
+from kflats.common.formatting import number, some
 from kflats.evaluation.outputs import Judge, load_tokenizer
 from kflats.evaluation.running import medium_of
 from kflats.io import load_model, save_model
@@ -51,9 +51,7 @@ class DenseExport:
         lines = [f"{self.folder}: {self.weight_bytes:,} bytes of weights, {len(self.weights)} of them dense again"]
         if self.dropped_biases:
             known = "" if self.bias_loss is None else f", and lose {number(self.bias_loss)} more by it"
-            shown = ", ".join(self.dropped_biases[:3])
-            more = f" and {len(self.dropped_biases) - 3} more" if len(self.dropped_biases) > 3 else ""
-            lines.append(f"biases left out, so outputs differ{known}: {shown}{more}")
+            lines.append(f"biases left out, so outputs differ{known}: {some(self.dropped_biases)}")
         return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from kflats.common.errors import KflatsError, NotWrittenError
+from kflats.common.formatting import some
 from kflats.common.hashing import sha256_of_file
 from kflats.common.schema import Json, decode, read_json
 
@@ -309,9 +310,8 @@ def _check_free(out: Path, force: bool) -> None:
         raise KflatsError(f"{out} exists and is not a folder", hint="another name for the output")
     check_replaceable(out, force)
     if changes := differences(out):
-        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         raise KflatsError(
-            f"{out} is not replaced: {', '.join(changes[:_SHOWN])}{more}",
+            f"{out} is not replaced: {some(changes, _SHOWN)}",
             cause="kflats replaces only a folder that is still as kflats wrote it",
             hint="another name for the output, or remove that folder yourself",
         )

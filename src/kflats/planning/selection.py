@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.formatting import some
 from kflats.evaluation.trial import Trial
 from kflats.importance import KroneckerFisher, RowFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.importance.protocol import WeightingForm
@@ -90,22 +91,18 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         typed = replace(weight, type_is_read=True) if _is_among(weight, trial.typed) else weight
         selected.append(Selected(typed, chosen, rank == _NAME))
     if left and not selected:
-        raise KflatsError(f"{_some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
+        raise KflatsError(f"{some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
-        warnings.warn(KflatsWarning(f"not compressed: {_some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
+        warnings.warn(KflatsWarning(f"not compressed: {some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
     if "linear" in recipes and (apart := [w.name for w in weights if _is_parameter(w) and w.name not in named]):
         why = "which no layer of their own multiplies by, such as experts kept as one tensor; the word all names them"
-        warnings.warn(KflatsWarning(f"not compressed: {_some(apart)}, {why}"), stacklevel=2)
+        warnings.warn(KflatsWarning(f"not compressed: {some(apart)}, {why}"), stacklevel=2)
     if unmeasured:
         why = "because no layer of their own multiplies by them; all their rows count alike"
-        warnings.warn(KflatsWarning(f"not measured: {_some(unmeasured)}, {why}"), stacklevel=2)
+        warnings.warn(KflatsWarning(f"not measured: {some(unmeasured)}, {why}"), stacklevel=2)
     if not selected:
         raise KflatsError("nothing is left to compress", hint="kflats inspect MODEL lists the weights")
     return tuple(selected)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_parameter(weight: Weight) -> bool:

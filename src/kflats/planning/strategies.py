@@ -24,7 +24,7 @@ from kflats.planning.candidates import WeightCandidates, WeightCosts, passed_on,
 from kflats.planning.knapsack import Choice, allocate
 from kflats.planning.selection import weighting_form
 from kflats.recipe.budget import Allocation, Budget
-from kflats.recipe.recipe import Decision, Recipe, as_cast, brief
+from kflats.recipe.recipe import Decision, Recipe, as_cast, brief, largest_of_any_size
 
 Decisions: TypeAlias = dict[str, Decision]
 """Decisions by the weight's name."""
@@ -328,8 +328,7 @@ def _best_in_shares(
 
 def _topped_up(decisions: Decisions, spare: int) -> Decisions:
     """The decisions with ``spare`` bytes for the largest weight whose codes can have any size."""
-    any_size = [decision for decision in decisions.values() if decision.recipe.codec.any_size]
-    largest = max(any_size, key=lambda decision: decision.budget_bytes, default=None)
+    largest = largest_of_any_size(decisions.values())
     if largest is None:
         return decisions
     nbytes = min(largest.budget_bytes + max(spare, 0), largest.weight.nbytes)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -208,6 +208,12 @@ class Decision:
     recipe: Recipe
     budget_bytes: int
     note: str = ""
+
+
+def largest_of_any_size(decisions: Iterable[Decision]) -> Decision | None:
+    """The weight with most bytes of those whose codes can have any size: it takes what others leave of a budget."""
+    able = (decision for decision in decisions if decision.recipe.codec.any_size)
+    return max(able, key=lambda decision: decision.budget_bytes, default=None)
 
 
 @dataclass(frozen=True)

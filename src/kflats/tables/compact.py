@@ -23,11 +23,20 @@ from torch import Tensor
 
 from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.numerics.coding.encode import label_bits
-from kflats.numerics.coding.lanes import MOST_SYMBOLS, PRECISION, Bytes, LaneCode, decode, encode, whole_frequencies
+from kflats.numerics.coding.lanes import (
+    MOST_SYMBOLS,
+    PRECISION,
+    Bytes,
+    Ints,
+    LaneCode,
+    decode,
+    encode,
+    whole_frequencies,
+)
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, Tally, design, first_symbols, symbols
 from kflats.tables.axes import Axes
 from kflats.tables.flats import Parting
-from kflats.tables.layout import NAMES, Coordinates, Ints, distinct, tensor_of
+from kflats.tables.layout import NAMES, Coordinates, distinct, tensor_of
 from kflats.tables.shards import PIECE, Shard, ShardRecord, ShardWriter
 
 _LANE = 512  # numbers a lane, about

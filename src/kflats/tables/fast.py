@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.coding.lanes import Ints
 from kflats.numerics.coding.packing import Layout, pack, places_of, read_codes
 from kflats.tables.axes import Axes
-from kflats.tables.layout import NAMES, Coordinates, Ints, tensor_of
+from kflats.tables.layout import NAMES, Coordinates, tensor_of
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
 
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.coding.lanes import Ints
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter
 
 NAMES = 2048
 """Room for the names and types of the tensors of a head."""
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

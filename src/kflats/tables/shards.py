@@ -23,16 +23,15 @@ from safetensors import SafetensorError, safe_open
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.hashing import crc32
+from kflats.numerics.coding.lanes import Bytes, Ints
 
 PIECE = 2**13
 """Bytes of codes under one checksum."""
 _HEADER = 4096  # bytes of a header, known before the lengths that it holds
 _TYPES = {"uint8": "U8", "uint32": "U32", "int64": "I64"}
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Array: TypeAlias = npt.NDArray[np.generic]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

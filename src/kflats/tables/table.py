@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.common.torch_settings import usual_settings
+from kflats.numerics.coding.lanes import Ints
 from kflats.tables.compact import CompactCode
 from kflats.tables.fast import FastCode
 from kflats.tables.index import TableIndex, load_head, shard_name
-from kflats.tables.layout import Ints, RowCode
+from kflats.tables.layout import RowCode
 from kflats.tables.shards import Shard
 
 _CODES: dict[str, type[CompactCode] | type[FastCode]] = {"compact": CompactCode, "fast": FastCode}
