@@ -154,7 +154,7 @@ def by_size(
         for name, of in _over(tasks)
         for method in methods
     ]
-    return _narrow(["task", "method", *(shown for _, shown in sizes)], rows)
+    return _by_task(["task", "method", *(shown for _, shown in sizes)], rows, tasks)
 
 
 def orderings(
@@ -179,7 +179,7 @@ def orderings(
     if not rows:
         return f"No two methods have runs of the same seeds: {NOT_RUN}."
     about = f"Over paired seeds, in {unit}, with 95 % intervals. Where no word stands behind it, nothing is claimed."
-    return f"{about}\n\n{_narrow(['task', 'claim', *(shown for _, shown in sizes)], rows)}"
+    return f"{about}\n\n{_by_task(['task', 'claim', *(shown for _, shown in sizes)], rows, tasks)}"
 
 
 def _over(tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -187,9 +187,9 @@ def _over(tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(task, [task]) for task in tasks] + ([("mean", list(tasks))] if len(tasks) > 1 else [])
 
 
-def _narrow(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table without its first column, where that is the same in all rows."""
-    first = 0 if len({row[0] for row in rows}) > 1 else 1
+def _by_task(head: Sequence[str], rows: Sequence[Sequence[str]], tasks: Sequence[str]) -> str:
+    """A Markdown table whose first column is the task; without that column where there is one task."""
+    first = 0 if len(tasks) > 1 else 1
     return markdown(head[first:], [row[first:] for row in rows])
 
 

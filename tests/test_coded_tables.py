@@ -907,11 +907,12 @@ def test_numbers_whose_squares_do_not_fit_are_refused(
 
 def test_a_table_is_read_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32))
-    compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="20kB", layout="fast", quiet=True)
+    compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="20kB", layout="fast", shard_rows=2**50, quiet=True)
     monkeypatch.chdir(tmp_path)
     table = open_table("coded")
     monkeypatch.chdir(tmp_path / "coded")
     assert table.rows([3]).shape == (1, 8)
+    assert torch.equal(table[torch.tensor(3)], table[3])  # type: ignore[index]
     (tmp_path / "coded" / "rows-00000.safetensors").rename(tmp_path / "moved")
     with pytest.raises(KflatsError, match=r"rows-00000.safetensors is missing"):
         open_table(tmp_path / "coded").rows([3])

@@ -307,3 +307,10 @@ def test_int8_evens_out_inputs_by_the_columns_of_a_matrix_without_steps() -> Non
         layer.run_form = "int8"
         plain = IntegerProduct.of(layer.matrix.dense().T, torch.ones(64))
         assert float((layer(x) - exact).norm()) < 0.3 * float((plain(x) - exact).norm())
+
+
+def test_graphs_of_fx_hold_factored_layers() -> None:
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU()).eval()
+    kflats.compress_(model, {"linear": SVD()}, keep="50%", quiet=True)
+    x = inputs()
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))

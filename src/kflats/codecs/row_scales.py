@@ -294,7 +294,7 @@ class RowScaleCodec(Codec, Protocol):
         if not coordinates.rank:
             raise KflatsError("a matrix of zeros cannot be coded in flats", hint="KeepDense()")
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
-        whole = torch.zeros(len(coordinates.labels), coordinates.rank)
+        whole = torch.zeros(len(coordinates.labels), coordinates.rank, dtype=torch.float32)
         members = [(coordinates.labels == c).nonzero().squeeze(1) for c in range(len(coordinates.tables))]
         for rows, table, flat in zip(members, coordinates.tables, coordinates.flat_of, strict=True):
             rank = table.shape[1]

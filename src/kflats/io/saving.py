@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import partial, update_wrapper
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -203,7 +203,7 @@ def guard_saving_(model: nn.Module) -> None:
     for _, part in pretrained_models(model):
         if any(True for _ in (*factored_layers(part), *held_matrices(part))):
             # It follows its model through deepcopy and pickle; a bound method would be pickled as that of the class.
-            part.__dict__["save_pretrained"] = partial(save_pretrained, part)
+            part.__dict__["save_pretrained"] = update_wrapper(partial(save_pretrained, part), save_pretrained)
         else:
             part.__dict__.pop("save_pretrained", None)
 

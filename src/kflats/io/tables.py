@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,15 +55,13 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     ...     rows.shape, rows.take(torch.tensor([5, 0])).tolist()
     ((6, 2), [[1.0, 1.0], [0.0, 0.0]])
     """
-    paths = table_files(source)
+    paths = [holder] if (holder := _holder(source, name)) is not None else table_files(source)
     kinds = {path.suffix for path in paths}
     if len(kinds) > 1:
         raise KflatsError(
             f"files of several kinds ({', '.join(sorted(kinds))}) are not one table", hint="files of one kind"
         )
     opened: dict[str, Callable[[Path, str], Rows]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
-    if (holder := _holder(source, name)) is not None:
-        paths = [holder]
     parts = []
     for path in paths:
         try:
@@ -149,7 +147,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
     """
     hint = f"a .npy file or an array of {rows:,} numbers, one for each row"
     if isinstance(source, str | os.PathLike):
-        path = Path(source).expanduser()
+        path = _path(source)
         if path.suffix != ".npy":
             raise KflatsError(f"{path} is not supported as weights of rows", hint=hint)
         if not path.is_file():
@@ -200,10 +198,10 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
             hint="a file, a folder, or several files",
         )
     if not isinstance(source, str | os.PathLike):
-        paths = [Path(one).expanduser() for one in source]
+        paths = [_path(one) for one in source]
     elif is_coded_table(source):
         raise KflatsError(f"{source} holds a table that is coded already", hint="the table that it was made of")
-    elif (folder := Path(source).expanduser()).is_dir():
+    elif (folder := _path(source)).is_dir():
         shown = (path for path in folder.iterdir() if not path.name.startswith("."))
         paths = sorted(path for path in shown if path.suffix in _ENDINGS and path.is_file())
         _check_order(paths)
@@ -222,18 +220,24 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     return paths
 
 
+def _path(given: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(given))  # which leaves the name of a file such as ~rows.npy alone
+
+
 def _check_order(paths: Sequence[Path]) -> None:
-    """Refuse names whose order is not that of the numbers in them: rows would have other places than their parts."""
-
-    def as_numbers(path: Path) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
-
-    for by_name, by_number in zip(paths, sorted(paths, key=as_numbers), strict=True):
-        if by_name != by_number:
+    """Refuse names that are alike but for one number, and whose order is not that of these numbers: rows would have
+    other places than their parts."""
+    for first, second in pairwise(paths):
+        ours, theirs = (re.split(r"(\d+)", path.name) for path in (first, second))
+        if len(ours) != len(theirs):
+            continue
+        unlike = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+        if len(unlike) == 1 and all(part.isdecimal() for part in unlike[0]) and int(unlike[0][0]) > int(unlike[0][1]):
+            digits = max(map(len, unlike[0]))
             raise KflatsError(
-                f"{by_name} comes before {by_number.name} in the order of their names, and after it by their numbers",
+                f"{first} comes before {second.name} in the order of their names, and after it by their numbers",
                 cause="numbers without leading zeros, so that it is not known which rows come first",
-                hint=f"names such as {re.sub(r'[0-9]+', lambda found: found[0].zfill(5), by_number.name)}",
+                hint=f"numbers of {digits} digits, such as {unlike[0][1].zfill(digits)}, or all files in their order",
             )
 
 
@@ -241,7 +245,7 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
     """The file of a model's folder that holds the tensor ``name``, where their index says so."""
     if not name or not isinstance(source, str | os.PathLike):
         return None
-    for index in sorted(Path(source).expanduser().glob("*.safetensors.index.json")):
+    for index in sorted(_path(source).glob("*.safetensors.index.json")):
         try:
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -295,12 +299,14 @@ def _of_arrow(path: Path, name: str) -> Rows:
         ipc: Any = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file")
         try:
             file = ipc.open_file(arrow.memory_map(os.fspath(path)))
-            batches, schema = [file.get_batch(i) for i in range(file.num_record_batches)], file.schema
         except arrow.ArrowInvalid:  # the form without an index at its end, in which datasets are kept
             with ipc.open_stream(arrow.memory_map(os.fspath(path))) as stream:
-                batches, schema = list(stream), stream.schema  # mapped
-        column = _column(arrow, path, schema, name)
-        return _ArrowRows(path, lambda i: batches[i].column(column), column, [batch.num_rows for batch in batches])
+                batches, schema = list(stream), stream.schema  # mapped, unless their numbers are compressed
+            column = _column(arrow, path, schema, name)
+            return _ArrowRows(path, lambda i: batches[i].column(column), column, [batch.num_rows for batch in batches])
+        counts = [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+        column = _column(arrow, path, file.schema, name)
+        return _ArrowRows(path, lambda i: file.get_batch(i).column(column), column, counts)
     except (arrow.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
-from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load, settle
+from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
@@ -154,8 +154,9 @@ class _Multiplies(_OneOperator):
         """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Calls whose gradients reach the
         matrix, and graphs that are recorded for files, use the stored form."""
         matrix, transposed = self.matrix, self.transposed
-        _check_floats(x)
-        check_width(x, self.in_features)
+        if not _is_traced(x):
+            _check_floats(x)
+            check_width(x, self.in_features)
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
         if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
             if (
@@ -426,9 +427,14 @@ def check_bias(bias: Tensor | None, size: int) -> None:
         )
 
 
+def _is_traced(x: object) -> bool:
+    """Whether a graph of plain operators is recorded, in which ``x`` decides nothing; of torch.fx it is no tensor."""
+    return is_exporting() or not isinstance(x, Tensor)
+
+
 def _check_floats(x: Tensor) -> None:
     """Refuse whole numbers as inputs: factors are cast to the inputs' type, and would become zeros."""
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         raise KflatsError(
             f"inputs of {x.dtype} are not supported with a factored layer",
             cause="it multiplies floating-point numbers",
@@ -512,7 +518,8 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
         matrix = self.matrix
-        _check_floats(x)
+        if not _is_traced(x):
+            _check_floats(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if isinstance(matrix, DenseMatrix):
             kernel = matrix.weight.T if self.matrix_rows == "in_features" else matrix.weight

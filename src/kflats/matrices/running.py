@@ -225,7 +225,7 @@ def check_width(x: Tensor, inputs: int) -> None:
     Raises:
         KflatsError: ``x`` has other than (*b, ``inputs``) numbers.
     """
-    if x.shape[-1] != inputs:
+    if not x.ndim or x.shape[-1] != inputs:
         raise KflatsError(
             f"inputs of shape {tuple(x.shape)} do not fit a layer of {inputs} inputs",
             cause="the layer belongs behind another one",

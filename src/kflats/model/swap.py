@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,7 +67,7 @@ def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
         if any(id(end) in shared for end in ends):
             # They follow their model through deepcopy and pickle; bound methods would be pickled as those of the class.
             for method in _METHODS:
-                part.__dict__[method.__name__] = partial(method, part)
+                part.__dict__[method.__name__] = update_wrapper(partial(method, part), method)
 
 
 def resize_token_embeddings(self: Any, *args: Any, **settings: Any) -> nn.Module:

@@ -13,6 +13,7 @@ goes on with all rows.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -20,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.common.errors import DoesNotFitError, KflatsError, is_whole
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.numerics.flats import (
     FlatsFit,
     RankSpec,
@@ -79,7 +80,11 @@ def draw_sample(cloud: WeightedRows, size: int, generator: torch.Generator, loss
         return cloud
     seen = cloud.seen_by(loss)
     chance = chances(seen.norms2 if seen.weights is None else seen.norms2 * seen.weights, size)
-    taken = (torch.rand(len(chance), generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
+    taken = (
+        (torch.rand(len(chance), generator=generator, dtype=torch.float32).to(chance.device) < chance)
+        .nonzero()
+        .squeeze(1)
+    )
     # Together the rows stand for all rows, and not for one more: a budget is divided by their number.
     stands_for = 1.0 / chance[taken].to(torch.float64)
     stands_for *= (1 - 1e-6) * len(chance) / stands_for.sum()
@@ -352,7 +357,11 @@ def fit_flats(
     n, d = rows.shape
     if (rank is None) == (budget is None):
         raise KflatsError("k flats need either a rank or a budget", hint="one of rank and budget")
-    if not is_whole(k, 1, n):
+    try:
+        k = operator.index(k)
+    except TypeError:
+        raise KflatsError(f"{k!r} flats are not supported", hint="a whole number of flats") from None
+    if not 1 <= k <= n:
         raise DoesNotFitError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
     if start not in ("auto", "random"):
         raise KflatsError(f"EM cannot start from {start!r}", hint='start="auto" or "random"')

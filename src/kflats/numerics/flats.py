@@ -412,7 +412,7 @@ def _em_uniform(cloud: WeightedRows, k: int, rank: int, start: Start, stop: Stop
             doubtful, partial = doubtful_rows(step.margin, cloud.norms2), 0
         bases = tuple(improve_basis(grams[c], b) if c in touched else b for c, b in enumerate(bases))
     if not refit:
-        return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged, grams=grams)
+        return FlatsFit(labels, bases, torch.empty(0, dtype=torch.float32), tuple(history), converged, grams=grams)
     solved = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
     spectra = torch.stack([values for values, _ in solved])
     final = float(spectra[:, rank:].sum())

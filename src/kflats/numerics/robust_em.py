@@ -228,7 +228,7 @@ def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop
     elif start.multiplier is None:
         fit = _filled_fit(cloud, shape, loss, labels, distances_of(cloud, start.bases, labels))
     else:
-        fit = FlatsFit(labels, start.bases, torch.empty(0), (), False, start.multiplier, loss=loss)
+        fit = FlatsFit(labels, start.bases, torch.empty(0, dtype=torch.float32), (), False, start.multiplier, loss=loss)
     best = fit
     history: list[float] = []
     stale = 0

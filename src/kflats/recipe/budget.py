@@ -142,7 +142,7 @@ class Budget:
         (29, 5)
         """
         # 0.29 * 100 is 28.999... in floating point.
-        return int(Decimal(repr(self.amount)) * total) if self.kind == "fraction" else int(self.amount)
+        return int(Decimal(repr(float(self.amount))) * total) if self.kind == "fraction" else int(self.amount)
 
     def stored_bytes(self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int) -> int:
         """Bytes that the factored ``weights`` may take in all, labels included (see ``counts_labels``).

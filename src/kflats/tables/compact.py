@@ -190,14 +190,18 @@ def _edges(sample: Tensor, step: float, most: int) -> Tensor:
     labels saved: the sum is least at w = sqrt(6 / a) or so.
     """
     if len(sample) < 2:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     active = float((sample.square().mean(0) > step**2).sum())
     logs = sample.norm(dim=1).clamp_min(1e-30).log()
     low, high = (float(logs.quantile(q)) for q in (0.002, 0.998))
     count = min(most, math.floor((high - low) / math.sqrt(6 / max(active, 1.0))))
     if count < 1:
-        return torch.empty(0)
-    return torch.linspace(low, high, count + 1)[1:-1].exp() if count > 1 else torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
+    return (
+        torch.linspace(low, high, count + 1, dtype=torch.float32)[1:-1].exp()
+        if count > 1
+        else torch.empty(0, dtype=torch.float32)
+    )
 
 
 @dataclass(frozen=True)

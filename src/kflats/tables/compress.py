@@ -145,7 +145,7 @@ def compress_table(
     table = WeightedRows(rows, None if row_weights is None else open_weights(row_weights, n))
     budget = _bytes(size, n * d)
     _check_shape(n, d, budget, layout)
-    per_shard = shard_rows or _rows_a_shard(n, budget)
+    per_shard = _rows_a_shard(n, budget) if shard_rows is None else min(shard_rows, -(-n // _BLOCK) * _BLOCK)
     workers = workers or Workers()
     workers.quiet = quiet or not workers.first
     asked = {"rows": f"{n} x {d}", "bytes": str(budget), "layout": layout, "seed": str(seed), "file": str(per_shard)}

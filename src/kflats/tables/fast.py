@@ -24,7 +24,8 @@ from kflats.tables.layout import NAMES, Coordinates, tensor_of
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
 
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
-_WIDTHS = torch.linspace(0.5, 6.0, 23)  # largest values, in root mean squares, among which that of a step is chosen
+_WIDTHS = torch.linspace(0.5, 6.0, 23, dtype=torch.float32)
+"""Largest values, in root mean squares, among which that of a step is chosen."""
 _SAMPLE = 8192  # rows on which steps are chosen
 _COLUMNS = 16
 _OCTAVE = 8  # scales an octave
@@ -60,9 +61,9 @@ class FastCode:
         ways = []
         for scaled in (True, False):
             if 8 * row_bytes > 8 * scaled:
-                scales = (sample.square() @ weights).sqrt() if scaled else torch.ones(len(sample))
+                scales = (sample.square() @ weights).sqrt() if scaled else torch.ones(len(sample), dtype=torch.float32)
                 error, bits, steps = _shared(sample, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
-                ways.append((error, bits, steps, 2 * scales.max() if scaled else torch.zeros(())))
+                ways.append((error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)))
         _, bits, steps, top = min(ways, key=lambda way: way[0])
         return cls(bits, steps, weights, top.view(1).to(torch.float32), axes, mean)
 
@@ -108,7 +109,7 @@ class FastCode:
     @cached_property
     def _scales(self) -> Tensor:
         """(256,) the scale that each byte stands for; 0 stands for rows of zeros."""
-        scales = self.top * 2 ** ((torch.arange(256) - 255) / _OCTAVE)
+        scales = self.top * 2 ** ((torch.arange(256, dtype=torch.float32) - 255) / _OCTAVE)
         scales[0] = 0.0
         return scales
 
@@ -173,7 +174,7 @@ class FastCode:
 
     def _rounded(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Labels of scales; integers (m, r); coordinates in largest values of their columns; their squared errors."""
-        scale, labels = torch.ones(len(rows), 1), []
+        scale, labels = torch.ones(len(rows), 1, dtype=torch.float32), []
         if self.scaled:
             wanted = (rows.square() @ self.weights).sqrt()
             label = (255 + _OCTAVE * (wanted / self.top).clamp_min(1e-38).log2()).round().clamp(0, 255)

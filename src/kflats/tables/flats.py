@@ -71,7 +71,7 @@ class Parting:
     @property
     def roots(self) -> Tensor:
         """The root of each level of weight."""
-        return 2.0 ** (-torch.arange(self.weight_levels) / 2)
+        return 2.0 ** (-torch.arange(self.weight_levels, dtype=torch.float32) / 2)
 
     def coordinates(self, near: Tensor, weights: Tensor | None = None) -> Coordinates:
         """The coordinates of rows (m, d) float32, less their mean."""

@@ -142,7 +142,13 @@ def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], w
         total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
         first, last = unit * UNIT, min((unit + 1) * UNIT, n)
         mine = ids[(ids >= first) & (ids < last)]
-        sample, squares, longest, place, checksums = torch.empty(len(mine), d), 0.0, -1.0, 0, list[int]()
+        sample, squares, longest, place, checksums = (
+            torch.empty(len(mine), d, dtype=torch.float32),
+            0.0,
+            -1.0,
+            0,
+            list[int](),
+        )
         heaviest = 0.0
         for start, block, own in table.between(first, last, GRAM_BLOCK):
             norms = block.square().sum(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ class CodedTable:
             KflatsError: ids that are no whole numbers or that the table does not have; a missing, truncated or damaged
                 file, which the message names.
         """
-        if torch.compiler.is_compiling():  # files are read outside of graphs
+        if torch.compiler.is_dynamo_compiling():  # files are read outside of graphs
             found: Tensor | npt.NDArray[np.float32] = torch.compiler.disable(self._asked)(ids)
             return found
         return self._asked(ids)
@@ -82,7 +83,11 @@ class CodedTable:
         if isinstance(ids, np.ndarray):
             return self._rows(ids.reshape(-1)).view(*ids.shape, self.shape[1]).numpy()
         try:
-            given = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=None if len(ids) else torch.int64)
+            given = (
+                ids
+                if isinstance(ids, Tensor)
+                else torch.tensor(ids, dtype=None if len(ids) else torch.int64, device="cpu")
+            )
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise KflatsError(
                 f"rows are asked for by several ids, not by {repr(ids)[:80]}", hint="a list, an array or a tensor"
@@ -100,10 +105,12 @@ class CodedTable:
             yield start, self._rows(np.arange(start, min(start + size, len(self))))
 
     def __getitem__(self, row: int) -> Tensor:
-        if not isinstance(row, int | np.integer):
+        try:
+            row = operator.index(row)
+        except TypeError as error:
             raise KflatsError(
                 f"one row is asked for by a whole number, not by {row!r}", hint="table.rows(ids) for several"
-            )
+            ) from error
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a table of {len(self):,} rows")  # which ends a loop over the rows
         return self._rows(np.array([row]))[0]
@@ -115,17 +122,19 @@ class CodedTable:
     def _rows(self, ids: npt.NDArray[np.generic]) -> Tensor:
         if not np.issubdtype(ids.dtype, np.integer):
             raise KflatsError(f"rows are asked for by whole numbers, not by {ids.dtype}", hint="ids of type int64")
-        n, d = self.shape
+        n = len(self)
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
         if not 0 <= low <= high < n:
             raise KflatsError(
                 f"rows {low} to {high} are not all in a table of {n:,} rows", hint=f"ids from 0 to {n - 1}"
             )
-        whole = ids.astype(np.int64, copy=False)
+        return self._decoded(ids.astype(np.int64, copy=False))
+
+    def _decoded(self, ids: Ints) -> Tensor:
         with usual_settings():
-            out = torch.empty(len(whole), d)
-            for start in range(0, len(whole), self._code.batch):
-                self._decode(whole[start : start + self._code.batch], out[start : start + self._code.batch])
+            out = torch.empty(len(ids), self.shape[1], dtype=torch.float32)
+            for start in range(0, len(ids), self._code.batch):
+                self._decode(ids[start : start + self._code.batch], out[start : start + self._code.batch])
         return out
 
     def _decode(self, ids: Ints, out: Tensor) -> None:

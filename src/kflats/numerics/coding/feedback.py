@@ -137,7 +137,7 @@ class Rounding:
     @classmethod
     def plain(cls, shape: tuple[int, ...], part: float = 0.5) -> Rounding:
         """Without prices: up from a ``part`` of a step on, which is to the nearest by default."""
-        zero = torch.zeros(1, 1)
+        zero = torch.zeros(1, 1, dtype=torch.float32)
         return cls(torch.zeros(shape, dtype=torch.int64), zero[0], zero + part, zero)
 
     @classmethod

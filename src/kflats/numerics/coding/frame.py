@@ -295,7 +295,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         target: ("step", its value), which takes weights as they are; or ("bits", per weight): their mean is then 1.
     """
     n, d = rows.shape
-    right = torch.ones(d) if right is None else right
+    right = torch.ones(d, dtype=torch.float32) if right is None else right
     metric = triangular_metric(right, d) if n < d and right.ndim == 2 else right_metric(right, d)
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().to("cpu", torch.float64)
     kind, value = target
@@ -336,7 +336,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         for here, block in slices(measured, GRAM_BLOCK):
             z = block.to(torch.float64) @ axes.to(torch.float64).T
             energies += w[here] @ z.square()
-    none = torch.zeros(0)
+    none = torch.zeros(0, dtype=torch.float32)
     directions, reader = metric.decoder(axes), metric.factor
     turned: Rows = MetricRows(rows, _read(axes, reader).T)
     if n <= _SAMPLE:

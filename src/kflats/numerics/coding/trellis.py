@@ -121,7 +121,7 @@ class PathRounding:
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> PathRounding:
         """Without prices."""
-        zero = torch.zeros(1, 1)
+        zero = torch.zeros(1, 1, dtype=torch.float32)
         return cls(torch.zeros(shape, dtype=torch.int64), zero[0], zero)
 
     @classmethod
@@ -139,7 +139,7 @@ class PathRounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        values = torch.empty(targets.shape)
+        values = torch.empty(targets.shape, dtype=torch.float32)
         for block in _blocks(*targets.shape):
             given, contexts, made = targets[block], self.contexts[block], values[block]
             n, d = given.shape
