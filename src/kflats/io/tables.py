@@ -189,15 +189,12 @@ def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tenso
 
 def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files of a table, as ``open_rows`` finds them."""
-    several = isinstance(source, Sequence) and not isinstance(source, str)
-    if not isinstance(source, str | os.PathLike) and not (
-        several and all(isinstance(one, str | os.PathLike) for one in source)
-    ):
-        raise KflatsError(
-            f"{type(source).__name__} is not supported as a source of a table",
-            hint="a file, a folder, or several files",
-        )
     if not isinstance(source, str | os.PathLike):
+        if not isinstance(source, Sequence) or not all(isinstance(one, str | os.PathLike) for one in source):
+            raise KflatsError(
+                f"{type(source).__name__} is not supported as a source of a table",
+                hint="a file, a folder, or several files",
+            )
         paths = [_path(one) for one in source]
     elif is_coded_table(source):
         raise KflatsError(f"{source} holds a table that is coded already", hint="the table that it was made of")

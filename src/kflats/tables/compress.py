@@ -24,7 +24,7 @@ from kflats.common.formatting import announce, progress_bar
 from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
-from kflats.io.tables import RowWeights, open_rows, open_weights, table_files
+from kflats.io.tables import RowWeights, open_rows, open_weights
 from kflats.recipe.budget import Budget, parse_budget
 from kflats.tables.compact import CompactCode, Design, finest_step, step_for, usual
 from kflats.tables.fast import FastCode
@@ -152,7 +152,7 @@ def compress_table(
     asked |= {"flats": str(flats), "weights": str(table.weights is not None)}
     workers.agree("the table or its options", asked)
     with (
-        new_folder(out, force, table_files(source), workers) as folder,
+        new_folder(out, force, [Path(name) for name in rows.names], workers) as folder,
         progress_bar(quiet=quiet or not workers.first) as show,
     ):
         seen = statistics_of(table, seed, lambda done: show("measuring", done, n), workers)
