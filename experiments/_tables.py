@@ -100,6 +100,14 @@ class Results:
         """The values of one cell."""
         return {model: v for (m, z, t, model), v in self.at.items() if (m, z, t) == (method, size, task)}
 
+    def by_seed(self, methods: Sequence[str], size: str, task: str) -> list[dict[int, float]]:
+        """For each method the mean over the models of a seed that all ``methods`` compressed: one seed that was trained
+        on two kinds of CPU is no two draws."""
+        all_of = [self.by_model(method, size, task) for method in methods]
+        shared = [model for model in all_of[0] if all(model in one for one in all_of)]
+        seeds = {seed: [model for model in shared if model[0] == seed] for seed, _ in shared}
+        return [{seed: statistics.fmean(one[m] for m in models) for seed, models in seeds.items()} for one in all_of]
+
     def average(self, method: str, size: str, tasks: Sequence[str]) -> dict[object, float]:
         """The mean over ``tasks`` for each seed that has all of them, by the models of all."""
         of = [{model[0]: (model, v) for model, v in self.by_model(method, size, task).items()} for task in tasks]

@@ -73,13 +73,12 @@ def compared(
         told, missing = [], 0
         for task in tasks:
             for size in sizes:
-                both = [found.by_model(method, size, task) for method in (better, worse)]
+                both = found.by_seed((better, worse), size, task)
                 gap = paired(both[1], both[0])
                 if gap is None:
                     missing += 1
                     continue
-                shared = both[0].keys() & both[1].keys()
-                means = [sum(one[s] for s in shared) / len(shared) for one in both]
+                means = [fmean(one.values()) for one in both]
                 verdict = "open" if not gap.decides else "**holds**" if gap.mean > 0 else "**refuted**"
                 told.append(f"{task}, {size}: {means[0]:.2f} and {means[1]:.2f}, {gap}: {verdict}")
         if missing:

@@ -174,6 +174,10 @@ def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
     assert "not paired" in told(other)
     results = Results(other, drop)
     assert len(results.by_model("SVD", "60%", "cola")) == 2
+    twice = Results([*runs, *(dataclasses.replace(r, original=0.9, compressed=0.8) for r in runs)], drop)
+    ours, theirs = twice.by_seed(("MESSI", "SVD"), "60%", "cola")
+    assert ours == pytest.approx({0: 7.5, 1: 8.25})
+    assert theirs == pytest.approx({0: 10.0, 1: 11.0})
     said = orderings(results, [("MESSI", "SVD")], [("60%", "")], ["cola"])
     assert "+5.00 (1 seed, no interval)" in said
     both = [*other, *(dataclasses.replace(run, task="mrpc") for run in runs)]
