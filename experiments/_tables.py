@@ -162,7 +162,7 @@ def by_size(
         for name, of in _over(tasks)
         for method in methods
     ]
-    return _by_task(["task", "method", *(shown for _, shown in sizes)], rows, tasks)
+    return _with_tasks(["task", "method", *(shown for _, shown in sizes)], rows, tasks)
 
 
 def orderings(
@@ -187,7 +187,7 @@ def orderings(
     if not rows:
         return f"No two methods have runs of the same seeds: {NOT_RUN}."
     about = f"Over paired seeds, in {unit}, with 95 % intervals. Where no word stands behind it, nothing is claimed."
-    return f"{about}\n\n{_by_task(['task', 'claim', *(shown for _, shown in sizes)], rows, tasks)}"
+    return f"{about}\n\n{_with_tasks(['task', 'claim', *(shown for _, shown in sizes)], rows, tasks)}"
 
 
 def _over(tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -195,7 +195,7 @@ def _over(tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(task, [task]) for task in tasks] + ([("mean", list(tasks))] if len(tasks) > 1 else [])
 
 
-def _by_task(head: Sequence[str], rows: Sequence[Sequence[str]], tasks: Sequence[str]) -> str:
+def _with_tasks(head: Sequence[str], rows: Sequence[Sequence[str]], tasks: Sequence[str]) -> str:
     """A Markdown table whose first column is the task; without that column where there is one task."""
     first = 0 if len(tasks) > 1 else 1
     return markdown(head[first:], [row[first:] for row in rows])

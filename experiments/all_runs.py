@@ -30,7 +30,7 @@ COMMANDS = (
     ("fwsvd_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
     ("messi_tasks.py", "--tasks", "rte,mrpc", "--others", "k-means,l1"),
     ("robust_scores.py", "--tasks", "cola,mrpc,rte,stsb,sst2,conll2003,wnli"),
-    ("fwsvd_groups.py", "--tasks", "stsb,cola"),
+    ("fwsvd_groups.py", "--tasks", "stsb,cola,mrpc"),
     ("messi_same_size.py", "--tasks", "cola,mrpc"),
     ("messi_search.py", "--tasks", "cola,mrpc"),
     ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb"),

@@ -253,7 +253,7 @@ def compress_folder(
             trimmed = trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
             files = files.less(trimmed.report.saved, width)
-        budget = None if budget is None else files.of_files(budget, model)
+        budget = None if budget is None else files.budget_in_bytes(budget, model)
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
         workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
@@ -351,7 +351,7 @@ def plan_folder(
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
     files = _FileBytes.of(folder, model)
-    budget = files.of_files(budget, model)
+    budget = files.budget_in_bytes(budget, model)
     decided = decide(model, recipes, budget, data, Sharing(allocation, files.loaded, files.beside, quiet))
     _keep(decided, keep_statistics)
     return decided.plan
@@ -472,7 +472,7 @@ class _FileBytes:
         """Without ``saved`` bytes of the loaded weights, of which the files hold the share ``width``."""
         return replace(self, before=self.before - round(saved * width), loaded=self.loaded - saved)
 
-    def of_files(self, budget: Budget, model: nn.Module) -> Budget:
+    def budget_in_bytes(self, budget: Budget, model: nn.Module) -> Budget:
         """A budget of all files in bytes, where the weights take others there than as they are loaded.
 
         Raises:
