@@ -241,8 +241,8 @@ class TaskModel:
         """Training examples with labels, as ``model`` numbers them; ``limit`` of them are drawn by the seed."""
         length = self.training.max_length
         rows = features(self.data.training, self.tokenizer, length, limit=limit, model=model, seed=self.seed)
-        filler = self.tokenizer.pad_token_id or 0
-        return [collate(part, filler) for _, part in feature_batches(rows, batch)]
+        padding_id = self.tokenizer.pad_token_id or 0
+        return [collate(part, padding_id) for _, part in feature_batches(rows, batch)]
 
     def train_(self, model: Any, epochs: int, train: str = "all") -> Recovery:
         """Train ``model`` in place on the training part; the last epoch is kept."""

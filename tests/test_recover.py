@@ -24,7 +24,7 @@ from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import LowRankMatrix, Matrix
 from kflats.model.swap import swap_
 from kflats.model.weights import factored_layers, find_weights
-from kflats.recover.problem import Objective, distance, only
+from kflats.recover.problem import TrainingObjective, distance, only
 from kflats.recover.recover import RECOVERY_FILE, recover_, recover_folder
 
 transformers = pytest.importorskip("transformers")
@@ -301,7 +301,7 @@ def test_a_teacher_is_at_no_distance_from_itself(kind: str) -> None:
     with torch.no_grad():  # untrained heads are near zero: distances would be of the size of float32's rounding
         for parameter in (*model.parameters(), *other.parameters()):
             parameter.mul_(10 if parameter.ndim > 1 else 1)
-    objective = Objective(copy.deepcopy(model))
+    objective = TrainingObjective(copy.deepcopy(model))
     changed = {**batch, "input_ids": batch["input_ids"] + torch.tensor([[0] * 4, [0, 0, 0, 50]])}
     with torch.no_grad():
         assert float(objective(model, batch)) == pytest.approx(0, abs=1e-6)
@@ -339,7 +339,7 @@ def test_a_batch_without_any_labelled_word_says_nothing(taught: bool) -> None:
     """A sentence of characters that the tokenizer drops is one: the mean over its words would be NaN."""
     model = small("ForTokenClassification")
     batch = {**one_batch(), "labels": torch.full((2, 4), -100)}
-    loss = Objective(small("ForTokenClassification", seed=1) if taught else None)(model, batch)
+    loss = TrainingObjective(small("ForTokenClassification", seed=1) if taught else None)(model, batch)
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not bool(p.grad.any()) for p in model.parameters())
@@ -350,17 +350,18 @@ def test_labels_and_teacher_are_mixed() -> None:
     model, teacher = small(), small(seed=1)
     with torch.no_grad():
         teacher.classifier.weight.mul_(30)
-        hard, soft = (float(Objective(teacher, labels_weight=w)(model, batch)) for w in (1.0, 0.0))
+        hard, soft = (float(TrainingObjective(teacher, labels_weight=w)(model, batch)) for w in (1.0, 0.0))
         assert abs(hard - soft) > 0.1
-        assert float(Objective()(model, batch)) == pytest.approx(hard)
-        assert float(Objective(teacher, labels_weight=0.25)(model, batch)) == pytest.approx(0.25 * hard + 0.75 * soft)
+        assert float(TrainingObjective()(model, batch)) == pytest.approx(hard)
+        mixed = TrainingObjective(teacher, labels_weight=0.25)
+        assert float(mixed(model, batch)) == pytest.approx(0.25 * hard + 0.75 * soft)
     for wrong in ({"temperature": 0.0}, {"labels_weight": 1.5}, {"temperature": float("nan")}):
         with pytest.raises(KflatsError, match="out of range"):
-            Objective(**wrong)
+            TrainingObjective(**wrong)
     with pytest.raises(KflatsError, match="neither labels nor a teacher"):
-        Objective()(model, one_batch())
+        TrainingObjective()(model, one_batch())
     with pytest.raises(KflatsError, match="another head"):
-        Objective(small(num_labels=3))(model, batch)
+        TrainingObjective(small(num_labels=3))(model, batch)
 
 
 def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:

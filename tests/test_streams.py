@@ -15,7 +15,7 @@ from kflats.codecs import streams
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedGeometry, from_integers
 from kflats.matrices.registry import CodedMatrix
-from kflats.numerics.coding.packing import Layout, pack, unpack
+from kflats.numerics.coding.packing import PackedLayout, pack, unpack
 from kflats.numerics.coding.trellis import subsets_of
 
 pytest.importorskip("constriction")
@@ -137,7 +137,7 @@ def test_rows_are_read_without_the_others(make, block, monkeypatch):
     levels = torch.empty(geometry.shape[0], geometry.rank, dtype=torch.int16)
     labels = matrix.tensors().get("labels", torch.zeros(geometry.shape[0], dtype=torch.uint8))
     for c in range(len(geometry.classes)):
-        layout = Layout(matrix.get_buffer("bits")[c], matrix.get_buffer("low")[c])
+        layout = PackedLayout(matrix.get_buffer("bits")[c], matrix.get_buffer("low")[c])
         levels[labels == c] = unpack(geometry.part(matrix.get_buffer("codes"), c), layout)
     for rows in (torch.randperm(len(levels), generator=draw), torch.zeros(3, dtype=torch.int64), torch.empty(0).long()):
         assert torch.equal(streams.decode_rows(stream, geometry, rows), levels[rows])
@@ -175,7 +175,7 @@ def test_integers_that_follow_paths_are_noticed_and_take_less():
     matrix = paths()
     assert [int(streams.encode(make())[13]) for make in (paths, stepped)] == [streams.PATHS, streams.STATIC]
     tensors = {name: t.detach().clone() for name, t in matrix.tensors().items()}
-    layout = Layout(tensors["bits"][0], tensors["low"][0])
+    layout = PackedLayout(tensors["bits"][0], tensors["low"][0])
     first = unpack(matrix.geometry.part(tensors["codes"], 0), layout)
     first[0, 0] += 1 if first[0, 0] < 3 else -1
     matrix.geometry.part(tensors["codes"], 0)[:] = pack(first, layout)

@@ -16,7 +16,7 @@ from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem
-from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
+from kflats.numerics.coding.feedback import MetricSide, Rounded, Rounding, designed, round_with_feedback, side_of
 from kflats.numerics.coding.quantizers import TRADE
 from kflats.numerics.rows import TensorRows
 
@@ -81,7 +81,7 @@ def scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how
     return levels
 
 
-def steps_of(side: Side, c: float) -> torch.Tensor:
+def steps_of(side: MetricSide, c: float) -> torch.Tensor:
     return c / side.scale
 
 

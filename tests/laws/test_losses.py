@@ -10,18 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.loss import (
-    FLOOR,
-    Huber,
-    Power,
-    Squared,
-    Truncated,
-    absolute,
-    floored,
-    from_name,
-    is_relative,
-    stages,
-)
+from kflats.numerics.loss import FLOOR, Huber, Power, Squared, Truncated, floored, from_name
 
 F64 = torch.float64
 distance = st.floats(1e-3, 1e3)
@@ -122,27 +111,27 @@ def test_thresholds_in_medians(distances, multiple):
     dist2 = torch.tensor(distances, dtype=F64) ** 2
     median = sorted(distances)[(len(distances) - 1) // 2]
     for kind in (Huber, Truncated):
-        found = absolute(kind(multiple, "median"), dist2)
+        found = kind(multiple, "median").absolute(dist2)
         assert found.unit == "absolute"
         assert found.threshold == pytest.approx(multiple * median)
-        assert absolute(found, 7 * dist2) == found
+        assert found.absolute(7 * dist2) == found
 
 
 def test_medians_leave_out_rows_of_no_weight_and_keep_the_floor():
     dist2 = torch.tensor([1.0, 4.0, 9.0], dtype=F64)
-    assert absolute(Huber(1.0, "median"), dist2, weights=torch.tensor([0.0, 0.0, 2.0])).threshold == 3.0
-    assert absolute(Huber(1.0, "median"), 0 * dist2, norms2=dist2).threshold == pytest.approx(2 * FLOOR**0.5)
-    assert absolute(Truncated(1.0, "median"), 0 * dist2).threshold > 0
+    assert Huber(1.0, "median").absolute(dist2, weights=torch.tensor([0.0, 0.0, 2.0])).threshold == 3.0
+    assert Huber(1.0, "median").absolute(0 * dist2, norms2=dist2).threshold == pytest.approx(2 * FLOOR**0.5)
+    assert Truncated(1.0, "median").absolute(0 * dist2).threshold > 0
     assert float(floored(torch.zeros(1), None)) > 0
 
 
 def test_stages_end_with_the_loss_and_begin_convex():
-    assert stages(Power(1)) == (Power(1),)
-    assert stages(Huber(2.0)) == (Huber(2.0),)
+    assert Power(1).stages() == (Power(1),)
+    assert Huber(2.0).stages() == (Huber(2.0),)
     for loss in (Truncated(1.0), Power(0.5), Huber(1.0, "median")):
-        assert stages(loss) == (Power(1), loss)
-    assert is_relative(Truncated(1.0, "median"))
-    assert not is_relative(Truncated(1.0))
+        assert loss.stages() == (Power(1), loss)
+    assert Truncated(1.0, "median").is_relative
+    assert not Truncated(1.0).is_relative
 
 
 def test_powers_out_of_range_are_refused():

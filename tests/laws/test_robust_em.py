@@ -18,7 +18,7 @@ from kflats.methods import Flats, Problem
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, squared_norms
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.loss import Huber, Power, Squared, Truncated, absolute
+from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.subspace import robust_subspace
@@ -79,7 +79,7 @@ def distances2(a, fit):
 @settings(max_examples=40)
 @given(at=st.floats(0, 100), to=st.floats(0, 100), norm=st.floats(1e-3, 100))
 def test_the_squares_lie_above_the_loss_and_touch_it(loss, at, to, norm):
-    loss = absolute(loss, torch.ones(3))
+    loss = loss.absolute(torch.ones(3))
     cloud = cloud_of(torch.tensor([[norm]], dtype=F64))
     at, to = (torch.tensor([x], dtype=F64) for x in (at, to))
     bound = losses(loss, at, cloud) + reweighted(loss, at, cloud) * (to - at)
@@ -243,7 +243,7 @@ def test_one_reweighting_an_iteration_reaches_what_a_converged_inner_loop_does()
 def test_row_order_changes_rounding_only(loss):
     for shape in (RankSpec(3, rank=3), RankSpec(3, budget=1200, exact=True)):
         a, w = table()
-        loss = absolute(loss, torch.full((5,), 1.0))
+        loss = loss.absolute(torch.full((5,), 1.0))
         labels = (torch.arange(300) % 3).to(torch.uint8)
         order = torch.randperm(300, generator=generator(9))
         one = robust_em(cloud_of(a, w), shape, loss, Start(labels))
@@ -256,7 +256,7 @@ def test_row_order_changes_rounding_only(loss):
 @EVERY
 def test_a_row_of_weight_two_is_two_rows(loss):
     a, _ = table(n=120)
-    loss = absolute(loss, torch.full((5,), 1.0))
+    loss = loss.absolute(torch.full((5,), 1.0))
     twice = torch.arange(120) % 3 == 0
     flats = torch.linalg.qr(torch.randn(2, 10, 3, generator=generator(), dtype=F64)).Q.transpose(1, 2)
     start = Start(bases=tuple(flats.contiguous()))

@@ -180,7 +180,7 @@ BAD = {
     "no modules": (edited(modules=None), "lacks .*modules"),
     "modules a list": (edited(modules=[1]), "should be an object"),
     "type that is none": (edited(dtype="int8"), "not a floating-point type"),
-    "type that is code": (edited(dtype="load"), "not a floating-point type"),
+    "type that is code": (edited(dtype="load"), "not a type of numbers"),
     "other vocabulary": (sized(150, 32, 8), "150 x 32"),
     "other width": (sized(199, 16, 8), "199 x 16"),
     "transposed": (sized(32, 199, 8), "32 x 199"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
 from kflats.calibration.counting import BLOCK
-from kflats.calibration.hooks import ALONE, ActivationRecorder, Layout, find_layouts, frozen, places
+from kflats.calibration.hooks import ALONE, ActivationRecorder, SampleAxis, find_layouts, frozen, places
 from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
@@ -38,7 +38,7 @@ from kflats.importance.protocol import Measured
 from kflats.io.mapped import Spill
 from kflats.model.weights import Weight
 
-Block: TypeAlias = list[tuple[int, Batch]]
+SampleBlock: TypeAlias = list[tuple[int, Batch]]
 """The batches of one block, each with the index of its first sample."""
 
 
@@ -192,7 +192,7 @@ def measure(
 
 
 def _summed(
-    job: Job, blocks: Mapping[int, Block], one: Pass, one_sample: bool, update: Update, workers: Workers
+    job: Job, blocks: Mapping[int, SampleBlock], one: Pass, one_sample: bool, update: Update, workers: Workers
 ) -> Iterator[tuple[int, dict[str, Sums]]]:
     """(block index, sums by weight) of each block; the first worker alone has the tensors."""
     indices = list(blocks)
@@ -260,7 +260,7 @@ class Job:
             return losses
 
         self._first = first
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, SampleAxis] = {}
         self._whole = self._joined = False
         try:
             self._layouts = find_layouts(model, weights, first, forward)
@@ -293,7 +293,7 @@ class Job:
             return None
 
     def sum(
-        self, block: Block, weights: Sequence[Weight], one_sample: bool, step: Step | None = None
+        self, block: SampleBlock, weights: Sequence[Weight], one_sample: bool, step: Step | None = None
     ) -> dict[str, Sums]:
         """The sums of one block. Names of weights that have to be run with one sample at a time are added to
         ``without_layout``. ``step``: what runs the part of the model that these weights are in; None: all of it."""
@@ -379,9 +379,9 @@ def _least_room(workers: Workers) -> int:
     return min(int(text) for _, text in workers.in_turn(tasks, lambda _: ({}, str(own))))
 
 
-def in_blocks(batches: Sequence[Batch]) -> dict[int, Block]:
+def in_blocks(batches: Sequence[Batch]) -> dict[int, SampleBlock]:
     """The batches by block, each with the index of its first sample; that sample decides the block of the batch."""
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, SampleBlock] = {}
     first = 0
     for batch in batches:
         blocks.setdefault(first // BLOCK, []).append((first, batch))

@@ -140,5 +140,5 @@ def text_batches(
     size = max(BLOCK, batch)
     blocks = [sorted(rows[i : i + size], key=len) for i in range(0, len(rows), size)]
     parts = [block[i : i + batch] for block in blocks for i in range(0, len(block), batch)]
-    filler = pad_id(tokenizer)
-    return [padded_batch([{"input_ids": row} for row in part], filler) for part in parts]
+    padding_id = pad_id(tokenizer)
+    return [padded_batch([{"input_ids": row} for row in part], padding_id) for part in parts]

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.common.texts import IGNORED
 from kflats.evaluation.running import Batch, batch_size, by_position, decoder_mask, pooled, run, take, task_output
 
-Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
+LossKind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
 _MISNAMED = ("label", "label_ids", "target", "targets")
 
 
@@ -58,11 +59,11 @@ class TaskLoss:
     [1.3862943649291992, 1.3862943649291992]
     """
 
-    kind: Kind = "auto"
+    kind: LossKind = "auto"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise KflatsError(f"there is no TaskLoss of kind {self.kind!r}", hint=", ".join(get_args(Kind)))
+        if self.kind not in get_args(LossKind):
+            raise KflatsError(f"there is no TaskLoss of kind {self.kind!r}", hint=", ".join(get_args(LossKind)))
 
     def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
@@ -129,7 +130,7 @@ class SampledLabels:
         """(B,) losses; raises KflatsError for a model without a task head."""
         logits = _logits_of(task_output(run(model, batch)), model, batch).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
-        kind: Kind = "classification"
+        kind: LossKind = "classification"
         if logits.ndim == 3:
             uniform = _draws(self.seed, first, logits.shape[:2], "uniform").to(logits.device)
             left_out = decoder_mask(model, batch, logits) == 0
@@ -243,7 +244,7 @@ def _draws(seed: int, first: int, shape: Sequence[int], kind: Literal["normal", 
     return torch.from_numpy(out)
 
 
-def _loss_sums(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _loss_sums(kind: LossKind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(logits, labels) -> (B,) sums of the loss over a sample's targets, and (B,) how many."""
     return {
         "classification": _entropy,
@@ -271,7 +272,7 @@ def _binary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
 
 
-def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind, ...]:
+def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[LossKind, ...]:
     """The kinds of loss that the shapes allow, the likeliest first."""
     if logits.ndim == 3:
         return ("tokens", "causal")
@@ -282,7 +283,7 @@ def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind
     return ("classification",)
 
 
-def _agree(kind: Kind, logits: Tensor, labels: Tensor, own: Tensor | None) -> bool:
+def _agree(kind: LossKind, logits: Tensor, labels: Tensor, own: Tensor | None) -> bool:
     """Whether the model's own loss equals the mean over all targets of the loss of this ``kind``."""
     total, count = _loss_sums(kind)(logits, labels)
     if own is None or not bool(count.any()):
@@ -345,12 +346,12 @@ def _logits_of(logits: Tensor | None, model: nn.Module, batch: Batch) -> Tensor:
     return by_position(logits, batch)
 
 
-def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = True) -> None:
+def _check_labels(logits: Tensor, labels: Tensor, kind: LossKind, *, samples: bool = True) -> None:
     """Raise KflatsError for labels that do not fit the logits; ``samples=False``: of a part of the batch."""
     classes = logits.shape[-1]
     head = f"a head of {classes} outputs a {'token' if logits.ndim == 3 else 'sample'}"
     mismatch = KflatsError(
-        f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
+        f"labels of shape {tuple(labels.shape)}, {dtype_name(labels.dtype)}, do not fit {head}",
         cause="the data of one task and the head of another",
         hint="a model that was fine-tuned for this task, or Projections(), which needs no labels",
     )

@@ -24,7 +24,7 @@ from kflats.matrices.coded import STEPS_AN_OCTAVE, from_integers
 from kflats.methods.keep_dense import KeepDense
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.classes import split_classes
-from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
+from kflats.numerics.coding.feedback import MetricSide, Rounded, Rounding, designed, round_with_feedback, side_of
 from kflats.numerics.coding.quantizers import Quantizer
 from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
@@ -216,8 +216,8 @@ class _Source:
     """
 
     matrix: Tensor
-    rows: Side
-    columns: Side
+    rows: MetricSide
+    columns: MetricSide
     labels: Tensor
     row_steps: Tensor
     column_steps: Tensor

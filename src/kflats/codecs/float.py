@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
+from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError, check_arguments
 from kflats.importance.protocol import WeightingForm
 from kflats.methods import METHODS
@@ -72,9 +73,7 @@ class Float(Codec):
         fitted = method.fit(problem)
         matrix = fitted.matrix.to(dtype)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in matrix.tensors().values()):
-            raise KflatsError(
-                f"the coordinates overflow {str(dtype).removeprefix('torch.')}", hint="the codec bfloat16 or float32"
-            )
+            raise KflatsError(f"the coordinates overflow {dtype_name(dtype)}", hint="the codec bfloat16 or float32")
         return replace(fitted, matrix=matrix)
 
     @classmethod

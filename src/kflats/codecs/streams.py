@@ -35,7 +35,7 @@ from kflats.matrices.coded import CodedGeometry, CodedMatrix
 from kflats.methods.protocol import Factored
 from kflats.numerics.coding.encode import context_moves
 from kflats.numerics.coding.frame import basis_contexts
-from kflats.numerics.coding.packing import Layout, pack, unpack
+from kflats.numerics.coding.packing import PackedLayout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
 from kflats.numerics.coding.trellis import free_bits, pays, subsets_of
 
@@ -49,27 +49,27 @@ def damaged(symptom: str) -> KflatsError:
 
 
 @dataclass(frozen=True)
-class Model:
+class ContextModel:
     """A distribution of integers from ``first`` on; ``coder`` is the library's, None for a single integer."""
 
     first: int
     coder: Any
 
 
-def model_of(first: int, frequencies: Tensor) -> Model:
+def model_of(first: int, frequencies: Tensor) -> ContextModel:
     """The model of these whole-number frequencies; 0 counts as the least frequency that can be coded."""
     if len(frequencies) < 2:
-        return Model(first, None)
+        return ContextModel(first, None)
     # Sums of whole numbers below 2^53 are exact in any order.
-    return Model(first, _library().model.Categorical(frequencies.to(torch.float64).numpy(), perfect=False))
+    return ContextModel(first, _library().model.Categorical(frequencies.to(torch.float64).numpy(), perfect=False))
 
 
-def models_of(tables: Tables) -> list[Model]:
+def models_of(tables: Tables) -> list[ContextModel]:
     """The models of all tables."""
     return [model_of(-reach, tables.frequencies(k)) for k, reach in enumerate(tables.reach.tolist())]
 
 
-def encode_symbols(parts: Sequence[Integers], models: Sequence[Model]) -> bytes:
+def encode_symbols(parts: Sequence[Integers], models: Sequence[ContextModel]) -> bytes:
     """Integers, part after part, each by its own model.
 
     Raises:
@@ -83,7 +83,7 @@ def encode_symbols(parts: Sequence[Integers], models: Sequence[Model]) -> bytes:
     return data
 
 
-def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Model]) -> list[Integers]:
+def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[ContextModel]) -> list[Integers]:
     """The integers that ``encode_symbols`` wrote; damaged ``data`` gives other integers, or an error.
 
     Raises:
@@ -115,7 +115,7 @@ class Writer:
         """Whole numbers, in ``struct``'s form."""
         self.data += struct.pack(form, *values)
 
-    def symbols(self, parts: Sequence[Integers], models: Sequence[Model]) -> None:
+    def symbols(self, parts: Sequence[Integers], models: Sequence[ContextModel]) -> None:
         """Integers, each part by its own model."""
         coded = encode_symbols(parts, models)
         self.put("<II", len(coded), _checksum(parts))
@@ -161,7 +161,7 @@ class Reader:
         """Whole numbers, in ``struct``'s form."""
         return struct.unpack(form, self.take(struct.calcsize(form)))
 
-    def symbols(self, counts: Sequence[int], models: Sequence[Model]) -> list[Integers]:
+    def symbols(self, counts: Sequence[int], models: Sequence[ContextModel]) -> list[Integers]:
         """Integers, each part by its own model."""
         size, checksum = self.get("<II")
         parts = decode_symbols(self.take(size), counts, models)
@@ -264,7 +264,7 @@ def encode(matrix: CodedMatrix) -> Tensor:
         context = _Paths.of(tables, geometry, tensors.get("labels"), free)
     for c, a, b in _row_blocks(geometry, BLOCK):
         packed = geometry.part(tensors["codes"], c)[a:b]
-        layout = Layout(tensors["bits"][c], low[c])
+        layout = PackedLayout(tensors["bits"][c], low[c])
         groups = context.groups(layout, tensors["contexts"][c], c, slice(a, b))
         put(packed, encode_symbols(groups.parts(unpack(packed, layout)), groups.models))
     top = bytes(head.data)
@@ -417,9 +417,9 @@ class StreamReader:
             raise damaged("they are followed by something else")
         return cls(geometry, tensors, context, many, blocks)
 
-    def layout(self, label: int) -> Layout:
+    def layout(self, label: int) -> PackedLayout:
         """Where the columns of a class lie in a row."""
-        return Layout(self.tensors["bits"][label], self.tensors["low"][label])
+        return PackedLayout(self.tensors["bits"][label], self.tensors["low"][label])
 
     def packed(self, block: _Block) -> Tensor:
         """(rows, bytes a row) uint8.
@@ -521,7 +521,7 @@ class KeptStreams:
 # Heads and blocks --------------------------------------------------------------------------------
 
 
-def _label_model(geometry: CodedGeometry) -> Model:
+def _label_model(geometry: CodedGeometry) -> ContextModel:
     """The distribution of the rows' classes."""
     return model_of(0, torch.tensor([rows for rows, _ in geometry.classes]))
 
@@ -569,7 +569,7 @@ class _Groups:
     columns: Tensor
     order: npt.NDArray[np.intp] | None
     counts: list[int]
-    models: list[Model]
+    models: list[ContextModel]
     remainders: list[int]
     every: int
 
@@ -579,7 +579,7 @@ class _Groups:
         parts = np.split(flat if self.order is None else flat[self.order], np.cumsum(self.counts)[:-1])
         return [(part - less) // self.every for part, less in zip(parts, self.remainders, strict=True)]
 
-    def levels(self, parts: list[Integers], layout: Layout, rows: int) -> Tensor:
+    def levels(self, parts: list[Integers], layout: PackedLayout, rows: int) -> Tensor:
         """The integers (rows, r) int16 of these symbols, which may be overwritten."""
         if self.every > 1:
             for part, more in zip(parts, self.remainders, strict=True):
@@ -602,10 +602,10 @@ class _Groups:
 class _Static:
     """``models`` of all distributions."""
 
-    models: list[Model]
+    models: list[ContextModel]
     number = STATIC
 
-    def groups(self, layout: Layout, contexts: Tensor, label: int, rows: slice) -> _Groups:
+    def groups(self, layout: PackedLayout, contexts: Tensor, label: int, rows: slice) -> _Groups:
         """Columns of one context together."""
         columns = layout.bits.nonzero().squeeze(1)
         columns = columns[torch.argsort(contexts[columns], stable=True)]
@@ -618,7 +618,7 @@ class _Static:
 class _Paths:
     """``models`` of the places in each subset of each distribution; ``subsets`` (n, d); ``rows`` of each class."""
 
-    models: list[Model]
+    models: list[ContextModel]
     subsets: npt.NDArray[np.uint8]
     rows: list[npt.NDArray[np.intp]]
     number = PATHS
@@ -631,10 +631,10 @@ class _Paths:
             for remainder in range(4):
                 first = (remainder + reach) % 4
                 part = frequencies[first::4]
-                models.append(model_of((first - reach - remainder) // 4, part) if len(part) else Model(0, None))
+                models.append(model_of((first - reach - remainder) // 4, part) if len(part) else ContextModel(0, None))
         return cls(models, subsets_of(free).numpy(), [rows.numpy() for rows in _rows_by_class(geometry, labels)])
 
-    def groups(self, layout: Layout, contexts: Tensor, label: int, rows: slice) -> _Groups:
+    def groups(self, layout: PackedLayout, contexts: Tensor, label: int, rows: slice) -> _Groups:
         """Integers of one context and subset together."""
         columns = layout.bits.nonzero().squeeze(1)
         remainders = self.subsets[self.rows[label][rows]].T[columns.numpy()]
@@ -681,7 +681,7 @@ def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: T
     levels = torch.empty(geometry.shape, dtype=torch.int64)
     contexts = torch.empty(geometry.shape, dtype=torch.int64)
     for c, rows in enumerate(_rows_by_class(geometry, tensors.get("labels"))):
-        layout = Layout(tensors["bits"][c], tensors["low"][c])
+        layout = PackedLayout(tensors["bits"][c], tensors["low"][c])
         levels[rows] = unpack(geometry.part(tensors["codes"], c), layout).to(torch.int64)
         contexts[rows] = tensors["contexts"][c].to(torch.int64)
     free = free_bits(levels)
@@ -693,7 +693,7 @@ def _tables_of(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> Tables:
     counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
     reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
     for c, a, b in _row_blocks(geometry, BLOCK):
-        layout = Layout(tensors["bits"][c], tensors["low"][c])
+        layout = PackedLayout(tensors["bits"][c], tensors["low"][c])
         columns = layout.bits.nonzero().squeeze(1)
         levels = unpack(geometry.part(tensors["codes"], c)[a:b], layout).T[columns].to(torch.int64).abs()
         if int(levels.max()) > FARTHEST:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part: TypeAlias = "str | bytes | bytearray | memoryview | Tensor"
+Hashed: TypeAlias = "str | bytes | bytearray | memoryview | Tensor"
 _BYTES = (str, bytes, bytearray, memoryview)
 _BLOCK = 2**20  # bytes of a file that are in memory at once
 
 
-def sha256(parts: Iterable[Part]) -> str:
+def sha256(parts: Iterable[Hashed]) -> str:
     """SHA-256 of a sequence of texts, bytes and tensors, as 64 hexadecimal digits.
 
     The length of each part is hashed before the part, and of a tensor its dtype and shape: the digest also depends on
@@ -48,7 +48,7 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
     return total.hexdigest()
 
 
-def crc32(parts: Iterable[Part]) -> int:
+def crc32(parts: Iterable[Hashed]) -> int:
     """CRC-32 of the bytes of all parts, one after the other; of tensors only their numbers.
 
     >>> import torch
@@ -61,7 +61,7 @@ def crc32(parts: Iterable[Part]) -> int:
     return total
 
 
-def _buffer(part: Part) -> memoryview:
+def _buffer(part: Hashed) -> memoryview:
     if isinstance(part, _BYTES):
         return memoryview(part.encode() if isinstance(part, str) else part)
     import torch  # files are hashed without it

@@ -166,7 +166,7 @@ def pad_id(tokenizer: Tokenizer | None, model: nn.Module | None = None) -> int:
     return next((i for i in ids if isinstance(i, int) and i >= 0), 0)
 
 
-def pad(rows: Sequence[Sequence[int] | Tensor], filler: int) -> Tensor:
+def pad(rows: Sequence[Sequence[int] | Tensor], padding_id: int) -> Tensor:
     """(rows, longest) int64, padded at the right.
 
     >>> pad([[5, 6], [7]], 0).tolist()
@@ -176,19 +176,19 @@ def pad(rows: Sequence[Sequence[int] | Tensor], filler: int) -> Tensor:
     from torch.nn.utils.rnn import pad_sequence
 
     return pad_sequence(
-        [torch.as_tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler
+        [torch.as_tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=padding_id
     )
 
 
 def padded_batch(
-    rows: Sequence[Mapping[str, Sequence[int] | Tensor]], filler: int, device: torch.device | str = "cpu"
+    rows: Sequence[Mapping[str, Sequence[int] | Tensor]], padding_id: int, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """One batch: token ids padded with ``filler``, other columns (token types) with 0, and the attention mask.
+    """One batch: token ids padded with ``padding_id``, other columns (token types) with 0, and the attention mask.
 
     >>> padded_batch([{"input_ids": [5, 6]}, {"input_ids": [7]}], 9)["attention_mask"].tolist()
     [[1, 1], [1, 0]]
     """
-    batch = {name: pad([row[name] for row in rows], filler if name == "input_ids" else 0) for name in rows[0]}
+    batch = {name: pad([row[name] for row in rows], padding_id if name == "input_ids" else 0) for name in rows[0]}
     batch["attention_mask"] = pad([[1] * len(row["input_ids"]) for row in rows], 0)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 

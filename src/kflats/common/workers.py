@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
 
@@ -227,7 +228,7 @@ class Workers:
     def _tell(self, key: str, made: tuple[dict[str, Tensor], str]) -> None:
         """Say that this worker has a result: names, dtypes and shapes of its tensors, and its text."""
         assert self.store is not None
-        described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in made[0].items()]
+        described = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in made[0].items()]
         self.store.set(key, json.dumps([described, made[1]]))
 
     def _arrived(self, sent: _Sent) -> None:
@@ -248,7 +249,7 @@ class Workers:
         """The tensors of worker ``rank``, where they are sent: names, dtypes and shapes as ``described``."""
         tensors = {}
         for name, dtype, shape in described:
-            here = own[name] if name in own else torch.empty(shape, dtype=getattr(torch, dtype))
+            here = own[name] if name in own else torch.empty(shape, dtype=dtype_of(dtype))
             sent = here.cpu().contiguous()
             with self._explained(rank):
                 send(sent, rank)

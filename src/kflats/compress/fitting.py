@@ -97,9 +97,9 @@ def factorize(
     workers = workers or Workers()
     chosen = [replace(one, recipe=as_cast(one.weight, one.recipe)) for one in plan.decisions]
     done = {one.weight.name: CompressedWeight(one, None, left_dense(one)) for one in chosen if one.recipe.is_dense}
-    filler = largest_of_any_size(plan.decisions) if plan.allocation == "loss" else None
+    adjusted = largest_of_any_size(plan.decisions) if plan.allocation == "loss" else None
     open_ones = [one for one in chosen if not one.recipe.is_dense]
-    last = [one for one in open_ones if filler is not None and one.weight is filler.weight]
+    last = [one for one in open_ones if adjusted is not None and one.weight is adjusted.weight]
     with progress_bar(quiet=quiet) as update:
         fits = _Fits(model, plan, data, seed, partial, update, workers)
         fits.add_to_(done, [one for one in open_ones if one not in last])

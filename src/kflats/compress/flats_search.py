@@ -18,7 +18,7 @@ from kflats.evaluation.running import Batch
 from kflats.methods import Flats, Method
 from kflats.methods.flats import COUNTS
 from kflats.planning.calibration_data import CalibrationData, gather
-from kflats.planning.decide import Measure, Sharing, decide
+from kflats.planning.decide import Measuring, Sharing, decide
 from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.recipe import Recipe, as_recipe
 
@@ -106,7 +106,7 @@ def best_flats(
     *,
     weights: Sequence[str] = (),
     counts: Sequence[int] = COUNTS,
-    measured: Measure | None = None,
+    measured: Measuring | None = None,
     seed: int = 0,
 ) -> FlatsSearch:
     """As ``search_flats``, with data that were gathered; one worker scores each model for all."""

@@ -33,7 +33,7 @@ from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare, settle_form_
-from kflats.evaluation.running import Batch, medium_of
+from kflats.evaluation.running import Batch, modality_of
 from kflats.io import load_model, save_model
 from kflats.io.atomic import beside as beside_out
 from kflats.io.atomic import new_folder
@@ -401,7 +401,7 @@ def _check_trim(folder: Path, data: CalibrationData, plan: Plan | None) -> None:
 
 def _judge(model: nn.Module, data: CalibrationData, judged: Sequence[str] | None) -> tuple[Judge, Sequence[str] | None]:
     """The judge of sizes, on every other of the texts, and the texts that are left for the proof."""
-    if judged is None and medium_of(model) != "input_ids":
+    if judged is None and modality_of(model) != "input_ids":
         return Judge(model, data.tokenizer, seed=1), None  # the proof draws others
     sentences = packaged_texts("judge") if judged is None else judged
     return Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences

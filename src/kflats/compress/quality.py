@@ -19,7 +19,7 @@ from kflats.compress.fitting import CompressedWeight, Partial, factorize, swappe
 from kflats.evaluation.outputs import Judge
 from kflats.model.run_as import set_run_form_
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.decide import Decided, Measure, Sharing, decide
+from kflats.planning.decide import Decided, Measuring, Sharing, decide
 from kflats.planning.selection import select
 from kflats.recipe.budget import Budget
 from kflats.recipe.recipe import Recipes
@@ -50,7 +50,7 @@ def smallest(
     model: nn.Module,
     recipes: Recipes,
     data: CalibrationData,
-    measured: Measure,
+    measured: Measuring,
     finished: Callable[[Decided], Partial],
     judge: Judge,
     quality: float,

@@ -24,7 +24,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.release import needed
 from kflats.common.schema import decode
 from kflats.common.texts import Tokenizer
-from kflats.evaluation.latency import Batch, Run
+from kflats.evaluation.latency import Run, TensorBatch
 from kflats.evaluation.proof import Footprint, footprint, peak_memory
 from kflats.evaluation.running import mean_over_tokens, run
 from kflats.export.onnx import export_onnx
@@ -87,7 +87,7 @@ def onnx_run(path: Path) -> Run:
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
 
-    def run_session(batch: Batch) -> object:
+    def run_session(batch: TensorBatch) -> object:
         # Token types are optional for the model and an input of the file.
         feed = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
         return session.run(None, feed)

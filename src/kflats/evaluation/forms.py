@@ -14,7 +14,7 @@ from kflats.common.run_forms import FormLoss, RunAs, RunForm, check_run_form
 from kflats.common.texts import Tokenizer
 from kflats.evaluation.latency import DRAWN_SHAPES, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs
-from kflats.evaluation.running import device_of, medium_of
+from kflats.evaluation.running import device_of, modality_of
 from kflats.matrices.running import integer_limit
 from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_, warn_without_effect
 from kflats.model.weights import is_kflats_config, pretrained_models
@@ -178,7 +178,7 @@ def _times(model: nn.Module, forms: list[RunForm]) -> dict[RunForm, float]:
     for form in forms:
         contestants.append(TorchModel(form, copy.deepcopy(runner)))
         set_run_form_(contestants[-1].model, form)
-    shapes = _SHAPES if medium_of(runner) == "input_ids" else DRAWN_SHAPES
+    shapes = _SHAPES if modality_of(runner) == "input_ids" else DRAWN_SHAPES
     timed, reasons = latencies(contestants, runner, shapes=shapes, turns=_TURNS, seconds=_SECONDS)
     each = {form: [one.ratio for one in timed if one.name == form] for form in forms}
     count = len(each[forms[0]])

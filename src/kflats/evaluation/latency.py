@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError, first_line
-from kflats.evaluation.running import collate, device_of, drawn_samples, medium_of, run
+from kflats.evaluation.running import collate, device_of, drawn_samples, modality_of, run
 
-Batch: TypeAlias = Mapping[str, Tensor]
-Run: TypeAlias = Callable[[Batch], object]
+TensorBatch: TypeAlias = Mapping[str, Tensor]
+Run: TypeAlias = Callable[[TensorBatch], object]
 
 SHAPES = ((1, 20), (32, 30), (32, 128))
 """Texts of a batch, and tokens of each: a query, sentences, and paragraphs."""
@@ -119,7 +119,7 @@ def latencies(
     timed: list[Latency] = []
     device = device_of(model)
     if shapes is None:
-        shapes = SHAPES if medium_of(model) == "input_ids" else DRAWN_SHAPES
+        shapes = SHAPES if modality_of(model) == "input_ids" else DRAWN_SHAPES
     with torch.inference_mode():
         inputs = [_Inputs(model, shape, text, device) for shape in shapes]
         for one in contestants:

@@ -48,7 +48,7 @@ from kflats.io import weights_folder
 from kflats.io.sources import static_folder, trusts_remote_code, weight_files
 from kflats.io.static import fast_tokenizer
 
-Kind: TypeAlias = Literal[
+OutputKind: TypeAlias = Literal[
     "encoder",
     "classifier",
     "multi-label classifier",
@@ -106,7 +106,7 @@ class Outputs:
             private, and a folder may be published.
     """
 
-    kind: Kind
+    kind: OutputKind
     inputs: str
     samples: int
     places: int
@@ -176,10 +176,10 @@ class Judge:
         self._tokenizer, self._seed = tokenizer, seed
         self._texts: tuple[str, ...] | None = None
         self._inputs = "drawn inputs"
-        if inputs.medium_of(original) == "input_ids":
+        if inputs.modality_of(original) == "input_ids":
             self._inputs = "sentences of kflats" if texts is None else "texts"
             if len(inputs.read_together(original)) > 1:
-                self._inputs += f" with drawn {inputs.spoken_media(original).removeprefix('texts and ')}"
+                self._inputs += f" with drawn {inputs.spoken_modalities(original).removeprefix('texts and ')}"
             texts = packaged_texts("judge") if texts is None else texts
             check_texts(texts)
             count = min(JUDGED, len(texts))
@@ -188,7 +188,8 @@ class Judge:
                 raise KflatsError("there are no texts to compare outputs on", hint="give at least one sentence")
         elif texts is not None:
             raise KflatsError(
-                f"texts are not supported with {type(original).__name__}, which reads {inputs.spoken_media(original)}",
+                f"texts are not supported with {type(original).__name__}, "
+                f"which reads {inputs.spoken_modalities(original)}",
                 hint="no texts: drawn inputs are compared",
             )
         samples = self._samples(original, tokenizer)
@@ -288,9 +289,9 @@ class Judge:
         # Some classifiers read the last token, and know it by the padding.
         unpadded = getattr(getattr(model, "config", None), "pad_token_id", None) is None and items[0].places is None
         size = 1 if unpadded and self._texts is not None and self.kind != "encoder" else self._batch
-        filler = pad_id(self._tokenizer, model)
+        padding_id = pad_id(self._tokenizer, model)
         with explained(model, _OWN_COMPARISON), evaluating(model), torch.inference_mode():
-            for picked, batch in inputs.batches([item.inputs for item in items], size, filler, device_of(model)):
+            for picked, batch in inputs.batches([item.inputs for item in items], size, padding_id, device_of(model)):
                 if self.kind == "encoder":
                     output: Tensor | None = F.normalize(_pooled(model, batch), dim=1)
                 else:
@@ -334,7 +335,7 @@ def _unlike(symptom: str) -> KflatsError:
 
 
 def _compared(
-    kind: Kind, before: Tensor, after: Tensor, targets: Sequence[Tensor]
+    kind: OutputKind, before: Tensor, after: Tensor, targets: Sequence[Tensor]
 ) -> tuple[Tensor, tuple[Measure, ...]]:
     """The loss of every place, and the other measures.
 
@@ -384,7 +385,7 @@ def _distances(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return distance, divergence
 
 
-def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
+def _kind_of(model: nn.Module, sample: Sample) -> tuple[OutputKind, int]:
     """The kind of the outputs and the width of one, by the config and by the outputs for one sample.
 
     Raises:

@@ -31,7 +31,7 @@ from kflats.common.texts import Tokenizer
 from kflats.evaluation.forms import MOST_LOSS, fastest, form_losses
 from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
-from kflats.evaluation.running import collate, drawn_samples, medium_of, run
+from kflats.evaluation.running import collate, drawn_samples, modality_of, run
 from kflats.io.saving import load_model, note_losses_
 from kflats.io.sources import (
     read_config,
@@ -280,7 +280,7 @@ def _judged(folders: Sequence[Path], texts: Sequence[str] | None) -> tuple[list[
     """Both models, the judge of the first, and the tokenizer of the second."""
     models: list[nn.Module] = [load_model(folder) for folder in folders]
     tokenizer = own = None
-    if medium_of(models[0]) == "input_ids":
+    if modality_of(models[0]) == "input_ids":
         tokenizer = load_tokenizer(folders[0])
         own = _own_tokenizer(folders[1], tokenizer, models)
     return models, Judge(models[0], tokenizer, texts), own

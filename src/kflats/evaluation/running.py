@@ -66,11 +66,11 @@ def encode(
     if not texts:
         raise KflatsError("there are no texts to encode", hint="give at least one sentence")
     rows = tokenize_texts(tokenizer, texts, max_tokens, model)
-    filler, device = pad_id(tokenizer, model), device_of(model)
+    padding_id, device = pad_id(tokenizer, model), device_of(model)
     out: Tensor | None = None
     with evaluating(model), torch.inference_mode():
         for picked in batches_by_length([len(row) for row in rows], batch):
-            inputs = padded_batch([{"input_ids": rows[i]} for i in picked], filler, device)
+            inputs = padded_batch([{"input_ids": rows[i]} for i in picked], padding_id, device)
             hidden = last_hidden_state(model, inputs).float()
             mean = mean_over_tokens(hidden, inputs["attention_mask"])
             out = torch.empty(len(rows), mean.shape[1]) if out is None else out
@@ -105,7 +105,7 @@ def _without_head(model: nn.Module, inputs: Batch) -> ModelOutput:
         base = getattr(bare, "base_model", bare)
         arguments = inspect.signature(base.forward).parameters
         # The base of some models (SLANet) is a part that reads what another part gives.
-        bare = base if arguments.keys() >= {name for name in inputs if name in get_args(Medium)} else bare
+        bare = base if arguments.keys() >= {name for name in inputs if name in get_args(Modality)} else bare
     output: ModelOutput = bare(**inputs)
     return output
 
@@ -393,10 +393,10 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> ModelOutput:
 
 
 Sample: TypeAlias = Mapping[str, Tensor]
-Medium: TypeAlias = Literal["input_ids", "pixel_values", "input_features", "input_values"]
+Modality: TypeAlias = Literal["input_ids", "pixel_values", "input_features", "input_values"]
 """The names under which models of transformers read texts, images, spectrograms and sounds."""
 
-_MEDIA: dict[Medium, str] = {
+_MODALITIES: dict[Modality, str] = {
     "input_ids": "texts",
     "pixel_values": "images",
     "input_features": "spectrograms",
@@ -408,49 +408,49 @@ _IMAGE = 224  # pixels of a side where the config does not say
 _DECODED = 16  # tokens for the decoder of a model that does not read text
 
 
-def media_of(model: nn.Module) -> tuple[Medium, ...]:
+def modalities_of(model: nn.Module) -> tuple[Modality, ...]:
     """All that ``model`` may read, by the arguments of its forward."""
     arguments = inspect.signature(model.forward).parameters
-    return tuple(medium for medium in get_args(Medium) if medium in arguments)
+    return tuple(modality for modality in get_args(Modality) if modality in arguments)
 
 
-def spoken_media(model: nn.Module) -> str:
+def spoken_modalities(model: nn.Module) -> str:
     """What ``model`` may read, in words.
 
     >>> class Sees(nn.Module):
     ...     def forward(self, pixel_values): ...
-    >>> spoken_media(Sees())
+    >>> spoken_modalities(Sees())
     'images'
     """
-    return " and ".join(_MEDIA[medium] for medium in media_of(model)) or "inputs of its own"
+    return " and ".join(_MODALITIES[modality] for modality in modalities_of(model)) or "inputs of its own"
 
 
-def medium_of(model: nn.Module) -> Medium:
+def modality_of(model: nn.Module) -> Modality:
     """What ``model`` reads, by the arguments of its forward.
 
     Raises:
         KflatsError: none of the inputs that transformers' models have.
     """
-    for medium in media_of(model):
-        return medium
+    for modality in modalities_of(model):
+        return modality
     raise KflatsError(
         f"the inputs of {type(model).__name__} are unknown",
-        cause=f"its forward has none of {', '.join(get_args(Medium))}",
+        cause=f"its forward has none of {', '.join(get_args(Modality))}",
     )
 
 
-def read_together(model: nn.Module) -> tuple[Medium, ...]:
+def read_together(model: nn.Module) -> tuple[Modality, ...]:
     """What one call of ``model`` must be given: what it reads first, or all that it may read where that is not enough
     (CLIP compares texts with images)."""
-    media = media_of(model)
-    if len(media) < 2:
-        return (medium_of(model),)
+    modalities = modalities_of(model)
+    if len(modalities) < 2:
+        return (modality_of(model),)
     with evaluating(model), torch.no_grad():
         try:
-            run(model, collate(_drawn(model, media[:1], 1, 4, 0), 0, device_of(model)))
+            run(model, collate(_drawn(model, modalities[:1], 1, 4, 0), 0, device_of(model)))
         except Exception:  # a model's own code raises many kinds where an input is None
-            return media
-    return media[:1]
+            return modalities
+    return modalities[:1]
 
 
 def has_language_head(model: nn.Module) -> bool:
@@ -489,14 +489,16 @@ def drawn_samples(model: nn.Module, count: int, tokens: int = 32, seed: int = 0)
     return [_with_labels(model, one) for one in _drawn(model, read_together(model), count, tokens, seed)]
 
 
-def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, seed: int) -> list[dict[str, Tensor]]:
-    """``count`` samples of ``media``; with ``labels`` where a language decoder has no text to read."""
+def _drawn(
+    model: nn.Module, modalities: Sequence[Modality], count: int, tokens: int, seed: int
+) -> list[dict[str, Tensor]]:
+    """``count`` samples of ``modalities``; with ``labels`` where a language decoder has no text to read."""
     draws = torch.Generator().manual_seed(seed)
     columns: dict[str, Tensor] = {}
-    for medium in media:
-        config = _config(model, medium)
-        if medium != "input_ids":
-            columns[medium] = _noise((count, *_shape(config, medium)), draws)
+    for modality in modalities:
+        config = _config(model, modality)
+        if modality != "input_ids":
+            columns[modality] = _noise((count, *_shape(config, modality)), draws)
             continue
         text = config.get_text_config()
         positions = getattr(text, "max_position_embeddings", None)  # XLNet's is -1: it has no table of positions
@@ -506,7 +508,7 @@ def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, s
         if isinstance(end := getattr(text, "eos_token_id", None), int) and is_encoder_decoder(model):
             ids = torch.where(ids == end, (end + 1) % known, ids)
             ids[:, -1] = end  # classifiers of encoder-decoders read the one end of each text
-        columns[medium] = ids
+        columns[modality] = ids
     if "input_ids" not in columns and is_encoder_decoder(model) and has_language_head(model):
         decoder = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         length = min(_DECODED, getattr(decoder, "max_target_positions", None) or _DECODED)
@@ -514,8 +516,8 @@ def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, s
     return [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
-def collate(samples: Sequence[Sample], filler: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """One batch: token ids padded at the right with ``filler``, labels with 0, and the attention mask of the ids.
+def collate(samples: Sequence[Sample], padding_id: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """One batch: token ids padded at the right with ``padding_id``, labels with 0, and the attention mask of the ids.
 
     Images and sounds are stacked.
 
@@ -523,17 +525,17 @@ def collate(samples: Sequence[Sample], filler: int, device: torch.device | str =
     [[5, 6], [7, 9]]
     """
     names = [name for name, value in samples[0].items() if "input_ids" in samples[0] and not value.is_floating_point()]
-    batch = padded_batch([{name: one[name] for name in names} for one in samples], filler, device) if names else {}
+    batch = padded_batch([{name: one[name] for name in names} for one in samples], padding_id, device) if names else {}
     others = [name for name in samples[0] if name not in names]
     return batch | {name: torch.stack([one[name] for one in samples]).to(device) for name in others}
 
 
 def batches(
-    samples: Sequence[Sample], batch: int, filler: int, device: torch.device
+    samples: Sequence[Sample], batch: int, padding_id: int, device: torch.device
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """The places of the samples of each batch, and the batch; the longest texts first."""
     for places in batches_by_length([length(one) for one in samples], batch):
-        yield places, collate([samples[i] for i in places], filler, device)
+        yield places, collate([samples[i] for i in places], padding_id, device)
 
 
 def length(sample: Sample) -> int:
@@ -547,10 +549,10 @@ def _with_labels(model: nn.Module, sample: dict[str, Tensor]) -> Sample:
     return sample
 
 
-def _config(model: nn.Module, medium: Medium) -> Any:
+def _config(model: nn.Module, modality: Modality) -> Any:
     """The config of the part that reads: that of the image or sound encoder of a model of several parts."""
     config: Any = getattr(model, "config", None)
-    if medium != "input_ids":
+    if modality != "input_ids":
         inner = (getattr(config, name, None) for name in ("vision_config", "audio_config", "encoder"))
         config = next((one for one in inner if hasattr(one, "to_dict")), config)
     return config
@@ -571,16 +573,16 @@ def _vocabulary_size(model: nn.Module, config: Any) -> int:
     return known
 
 
-def _shape(config: Any, medium: Medium) -> tuple[int, ...]:
+def _shape(config: Any, modality: Modality) -> tuple[int, ...]:
     """The shape of one input; spectrograms have their numbers of bands and of frames in the config."""
     bands, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
-    if medium == "pixel_values":
+    if modality == "pixel_values":
         side = getattr(config, "image_size", None) or _IMAGE
         sides = (side, side) if isinstance(side, int) else tuple(side)
         return (getattr(config, "num_channels", 3), *sides)
-    if medium == "input_features" and (positions := getattr(config, "max_source_positions", None)) and bands:
+    if modality == "input_features" and (positions := getattr(config, "max_source_positions", None)) and bands:
         return (bands, 2 * positions)  # Whisper's encoder halves the number of frames
-    if medium == "input_values":
+    if modality == "input_values":
         return (frames, bands) if bands and isinstance(frames, int) else (_SOUND,)
     raise KflatsError(
         f"the shape of the inputs of {type(config).__name__.removesuffix('Config')} is unknown",

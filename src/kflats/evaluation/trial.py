@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kflats.common.errors import KflatsError, first_line
-from kflats.evaluation.running import Batch, collate, device_of, drawn_samples, evaluating, media_of, run
+from kflats.evaluation.running import Batch, collate, device_of, drawn_samples, evaluating, modalities_of, run
 from kflats.io.mapped import Watched, has_memory
 from kflats.matrices.base import Matrix
 from kflats.model.weights import compute_dtype, pretrained_models
@@ -100,7 +100,7 @@ def tried_on_drawn(model: nn.Module) -> Trial:
         KflatsError: as ``drawn_samples``.
     """
     name, inner = next(pretrained_models(model), ("", None))
-    if inner is None or not media_of(inner):
+    if inner is None or not modalities_of(inner):
         return Trial()
     with _kept(inner) as kept:  # finding out what it reads together runs it, too
         batch = collate(drawn_samples(inner, 1), 0, device_of(inner))

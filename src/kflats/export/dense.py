@@ -17,11 +17,10 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, some
 from kflats.evaluation.outputs import Judge, load_tokenizer
-from kflats.evaluation.running import medium_of
+from kflats.evaluation.running import modality_of
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, resolve_model, static_folder, weights_folder
-from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.model.run_as import set_run_form_
 from kflats.model.swap import restore_
 from kflats.model.weights import factored_layers, held_matrices, is_sentence_transformer, pretrained_models
@@ -123,7 +122,7 @@ def _judge(model: nn.Module, folder: Path | None) -> Judge | None:
     """Who compares with ``model``; None for a text model without a tokenizer, or outputs that cannot be compared."""
     set_run_form_(model, "dense")
     try:
-        reads_text = medium_of(model) == "input_ids"
+        reads_text = modality_of(model) == "input_ids"
         return Judge(model, load_tokenizer(folder) if reads_text and folder is not None else None)
     except KflatsError:
         return None
@@ -144,9 +143,7 @@ def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
             f"nothing in this {type(model).__name__} is factored, so it is dense already",
             hint="a folder that kflats compress wrote",
         )
-    gained = tuple(
-        name for name, layer in layers if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias
-    )
+    gained = tuple(name for name, layer in layers if layer.gained_bias)
     if gained and not drop_biases:
         raise KflatsError(
             f"an ordinary checkpoint cannot hold the bias of {gained[0]!r}, the first of {len(gained)}",

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed, version
 from kflats.evaluation.running import (
@@ -37,9 +38,9 @@ from kflats.evaluation.running import (
     is_encoder_decoder,
     last_hidden_state,
     mean_over_tokens,
-    media_of,
+    modalities_of,
     read_together,
-    spoken_media,
+    spoken_modalities,
     task_output,
 )
 from kflats.export.integers import in_integers_, translations
@@ -178,7 +179,7 @@ def export_onnx(
         graph = graph.of(copy.deepcopy(graph.model).cpu().float())
     elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
         graph = graph.of(copy.deepcopy(graph.model).cpu())
-    notes = [] if dtype == torch.float32 else [f"recorded in float32: the model computes in {str(dtype)[6:]}"]
+    notes = [] if dtype == torch.float32 else [f"recorded in float32: the model computes in {dtype_name(dtype)}"]
     with evaluating(graph), running_as(graph.model, "dense"), torch.no_grad():
         wanted = [graph(*tensors) for tensors in graph.trials()] if int8 else []
         if int8:
@@ -467,17 +468,17 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
         )
     if known and pooled and not reads_text:
         raise KflatsError(
-            f"pooled is not supported with {type(model).__name__}, which reads {spoken_media(model)}",
+            f"pooled is not supported with {type(model).__name__}, which reads {spoken_modalities(model)}",
             hint="leave pooled out: the outputs are then its last hidden states, or its logits",
         )
-    if known and not pooled and media_of(model):
-        if len(media := read_together(model)) > 1:
+    if known and not pooled and modalities_of(model):
+        if len(modalities := read_together(model)) > 1:
             raise KflatsError(
                 f"{type(model).__name__} cannot be recorded as one graph with one output",
-                cause=f"one call of it reads {spoken_media(model)}",
+                cause=f"one call of it reads {spoken_modalities(model)}",
                 hint=_DENSE,
             )
-        if media != ("input_ids",):
+        if modalities != ("input_ids",):
             return _any_graph(model, collate(drawn_samples(model, 2), 0))
     if not sentences and not reads_text:
         raise KflatsError(

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode
+from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
@@ -401,7 +402,7 @@ def _load(model: nn.Module, path: Path, file: Any) -> None:
     if note["layers"] is not None:
         description = read_description(note["layers"])
         for weight, module in match(model, description, strict=True):
-            dtype = description.stored_dtype(module, getattr(torch, weight.dtype))
+            dtype = description.stored_dtype(module, dtype_of(weight.dtype))
             matrix = module.new(dtype, model.get_parameter(f"{weight.name}.weight").device)
             swap_described_(model, weight, module, matrix)
             chosen.append((weight.name, module, matrix))
@@ -661,7 +662,7 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
     if set(description.modules) != {"embedding"}:
         raise KflatsError(f"{folder} describes no static embedding", cause="a damaged or hand-edited file")
     module = description.modules["embedding"]
-    dtype: torch.dtype = getattr(torch, description.dtype)
+    dtype = dtype_of(description.dtype)
     shell = torch.empty(1, 1, dtype=dtype).expand(*module.empty.shape)  # one number: the matrix takes its place
     model = StaticModel.of(folder, nn.Embedding.from_pretrained(shell, freeze=False), origin)
     (weight,) = (weight for weight, _ in match(model, description, strict=True))

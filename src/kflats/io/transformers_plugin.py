@@ -27,11 +27,12 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.io.saving import STOP_KEY, Described, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
+from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import decode_, end_loading_, shown_dense
 from kflats.model.swap import untie_
@@ -83,7 +84,7 @@ class KflatsQuantizer(HfQuantizer):
         # transformers. A type that the caller names is not changed.
         description = self.quantization_config.description
         if any(module.dtype != description.dtype for module in description.modules.values()):
-            config.dtype = getattr(torch, description.dtype)
+            config.dtype = dtype_of(description.dtype)
         return config
 
     update_tp_plan = update_attn_implementation
@@ -101,7 +102,7 @@ class KflatsQuantizer(HfQuantizer):
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
             target = description.stored_dtype(
-                module, dtype if isinstance(dtype, torch.dtype) else getattr(torch, weight.dtype)
+                module, dtype if isinstance(dtype, torch.dtype) else dtype_of(weight.dtype)
             )
             swap_described_(model, weight, module, module.new(target))
             self._modules.append((weight.name, module))
@@ -212,8 +213,8 @@ def _initialize_rest(model: Any) -> None:
 def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
     """The tensors of an owning layer that the checkpoint must have and the dense layer does not have."""
     tensors = layer.matrix.tensors()
-    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias and layer.bias is not None:
-        tensors["bias"] = layer.bias
+    if layer.gained_bias and (bias := layer._parameters["bias"]) is not None:
+        tensors["bias"] = bias
     return tensors
 
 

@@ -34,7 +34,7 @@ from kflats.matrices.base import (
     settle,
 )
 from kflats.matrices.running import DenseProduct, IntegerProduct, Product, evening_scales
-from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
+from kflats.numerics.coding.packing import MOST_BITS, PackedLayout, layout_of, pack, places_of, read_codes
 
 VERSION = 1
 MAX_CLASSES = MAX_CONTEXTS = 256  # labels and contexts are bytes
@@ -881,31 +881,31 @@ def from_integers(
     return CodedMatrix(geometry, kept)
 
 
-def _centered(integers: Tensor) -> Layout:
+def _centered(integers: Tensor) -> PackedLayout:
     """The smallest layout, with zero in the middle of a column's range where the integers allow it."""
     layout = layout_of(integers)
     if not integers.numel():
         return layout
     middle = -((1 << layout.bits.to(torch.int64)) // 2)
     fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << layout.bits.to(torch.int64)))
-    return Layout(layout.bits, torch.where(fits, middle, layout.low.to(torch.int64)).to(torch.int16))
+    return PackedLayout(layout.bits, torch.where(fits, middle, layout.low.to(torch.int64)).to(torch.int16))
 
 
-def _of_contexts(integers: Sequence[Tensor], contexts: Tensor) -> list[Layout]:
+def _of_contexts(integers: Sequence[Tensor], contexts: Tensor) -> list[PackedLayout]:
     """Layouts in which the columns of a context have the same bits, zero in the middle: a file need not list them."""
     largest = torch.stack([part.to(torch.int64).abs().amax(0) if len(part) else contexts[0] * 0 for part in integers])
     places = contexts.to(torch.int64)
     reach = torch.zeros(int(places.max()) + 1, dtype=torch.int64)
     reach.scatter_reduce_(0, places.flatten(), largest.to(torch.int64).flatten(), "amax")
     bits = torch.bucketize(2 * reach + 1, 2 ** torch.arange(MOST_BITS + 1))[places]
-    return [Layout(wide.to(torch.uint8), (-((1 << wide) // 2)).to(torch.int16)) for wide in bits]
+    return [PackedLayout(wide.to(torch.uint8), (-((1 << wide) // 2)).to(torch.int16)) for wide in bits]
 
 
-def _aligned(layout: Layout) -> Layout:
+def _aligned(layout: PackedLayout) -> PackedLayout:
     """4 or 8 bits for all columns where this takes little more bytes: such codes are read several times as fast."""
     width = int(layout.bits.max()) if layout.bits.numel() else 0
     if width not in (4, 8) or layout.bits.numel() % 2 or layout.bits.numel() * width > _ALIGNED * 8 * layout.row_bytes:
         return layout
     low = torch.where(layout.bits < width, torch.full_like(layout.low, -(1 << width - 1)), layout.low)
     inside = (layout.low >= low) & (layout.low + (1 << layout.bits.to(torch.int64)) <= low + (1 << width))
-    return Layout(torch.full_like(layout.bits, width), torch.where(inside, low, layout.low))
+    return PackedLayout(torch.full_like(layout.bits, width), torch.where(inside, low, layout.low))

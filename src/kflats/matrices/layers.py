@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
@@ -30,8 +31,40 @@ from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMa
 from kflats.matrices.running import INTEGER_DEVICES, IntegerProduct, Product, check_width
 
 
-class HoldsMatrix:
+class HoldsMatrix(ABC):
     """The base of all factored layers: a matrix, adopted or borrowed."""
+
+    matrix_rows = "in_features"
+    """What the rows of the matrix are."""
+    gained_bias = False
+    """Whether the layer has a bias, and the one that it stands for has none."""
+    run_form: RunForm = "dense"
+
+    @property
+    @abstractmethod
+    def role(self) -> str:
+        """That of the layer it stands for, as ``kflats.model.weights.WeightUse`` has it."""
+
+    def settings(self) -> JsonObject:
+        """What a description of the layer needs beside its matrix (``kflats.model.description.DescribedPlace``)."""
+        settings: JsonObject = {"role": self.role, "padding_idx": None, "scale": None}
+        if self.gained_bias:
+            settings["gained_bias"] = True
+        if self.run_form != "dense":
+            settings["run_as"] = self.run_form
+        return settings
+
+    @abstractmethod
+    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """The type of the table that the layer stands for, in a model that computes in ``computed``."""
+
+    @abstractmethod
+    def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
+        """Give ``shell``, the layer that this one stands for, a table, with all else that may have changed since.
+
+        Args:
+            table: the dense matrix, in the orientation of the factors.
+        """
 
     @property
     def matrix(self) -> Matrix:
@@ -139,7 +172,6 @@ _LARGE = 2**18
 class _Multiplies(_OneOperator):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
-    run_form: RunForm = "dense"
     in_features: int
     out_features: int
     _ready: tuple[object, Product | None] | None = None
@@ -249,9 +281,8 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     torch.Size([1, 2, 3])
     """
 
-    run_form: RunForm = "dense"
-    """But for "compact", rows of codes that were put together are kept for the next lookups."""
     _kept: tuple[object, KeptRows] | None = None
+    """Rows of codes that were put together, for the next lookups; none in the run-time form "compact"."""
 
     def __init__(
         self,
@@ -273,6 +304,28 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
         self.sparse, self.scale, self.out_dtype = False, scale, dtype
         self._take(matrix, own=own)
+
+    @property
+    def role(self) -> str:
+        """As for other layers."""
+        return "embedding"
+
+    def settings(self) -> JsonObject:
+        """As for other layers, with the padding row and the scale."""
+        return super().settings() | {"padding_idx": self.padding_idx, "scale": self.scale}
+
+    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """That of the rows."""
+        return self.out_dtype or self.matrix.weight.dtype
+
+    def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
+        """As for other layers: the vocabulary may have been resized."""
+        shell._parameters["weight"] = table
+        embedding = cast(nn.Embedding, shell)
+        embedding.num_embeddings, embedding.padding_idx = self.num_embeddings, self.padding_idx
+        if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
+            # The shell is no part of the model: its scale may be on another device, or on the meta device.
+            shell.embed_scale = torch.full_like(scale, cast(float, self.scale), device=table.device)
 
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
@@ -306,7 +359,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     def _look_up(self, input: Tensor) -> Tensor:
         matrix = self.matrix
         if is_one_operator(matrix):
-            dtype = self.out_dtype or matrix.weight.dtype
+            dtype = self.table_dtype(matrix.weight.dtype)
             out = self._as_operator(input.unsqueeze(-1), None, self.embedding_dim, dtype)
         else:
             out = self._rows(input)
@@ -319,7 +372,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
 
     def _rows(self, index: Tensor) -> Tensor:
         """``(*b,)`` -> ``(*b, d)``, without the scale; from the rows that are kept, where these are the matrix'."""
-        matrix, dtype = self.matrix, self.out_dtype or self.matrix.weight.dtype
+        matrix, dtype = self.matrix, self.table_dtype(self.matrix.weight.dtype)
         if self.run_form != "compact" and matrix.keeps_rows and index.device.type == "cpu" and may_keep_rows():
             sources = matrix.row_sources()
             learns = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
@@ -350,7 +403,6 @@ class FactoredLinear(_Multiplies, nn.Module):
     """
 
     bias: nn.Parameter | None
-    gained_bias = False  # True where the layer it stands for has no bias
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
         nn.Module.__init__(self)
@@ -360,6 +412,25 @@ class FactoredLinear(_Multiplies, nn.Module):
         check_bias(bias, self.out_features)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def role(self) -> str:
+        """As for other layers."""
+        shell = self.__dict__.get("_shell")
+        return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
+
+    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """That of the bias, where there is one."""
+        return computed if self.bias is None else self.bias.dtype
+
+    def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
+        """As for other layers. Conv1D stores M, and torch's linear layers store M.T."""
+        turned = isinstance(shell, nn.Linear) == (self.matrix_rows == "in_features")
+        held = table.detach().T if turned else table.detach()
+        shell._parameters["weight"] = nn.Parameter(held.contiguous(), requires_grad=table.requires_grad)
+        shell._parameters["bias"] = None if self.gained_bias else self.bias
+        if isinstance(shell, nn.Linear):
+            shell.out_features = self.out_features  # the head of a vocabulary may have been resized
 
     @property
     def transposed(self) -> bool:
@@ -391,6 +462,7 @@ class FactoredHead(_Multiplies, nn.Module):
     """
 
     bias: nn.Parameter | None
+    matrix_rows = "out_features"
 
     @property
     def weight(self) -> Tensor:
@@ -412,6 +484,22 @@ class FactoredHead(_Multiplies, nn.Module):
         check_bias(bias, self.out_features)
         self._take(matrix, own=False)
         self.register_parameter("bias", bias)
+
+    @property
+    def role(self) -> str:
+        """As for other layers."""
+        return "head"
+
+    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """That of the model; the table itself is the embedding's."""
+        return computed
+
+    def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
+        """As for other layers: the vocabulary may have been resized."""
+        shell._parameters["weight"] = table
+        shell._parameters["bias"] = self.bias
+        if isinstance(shell, nn.Linear):
+            shell.out_features = self.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
@@ -480,7 +568,6 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     """
 
     bias: nn.Parameter | None
-    gained_bias = False  # True where the layer it stands for has no bias
 
     def __init__(
         self, matrix: Matrix, like: nn.Conv2d, bias: Tensor | None = None, *, matrix_rows: str = "in_features"
@@ -509,6 +596,26 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         check_bias(bias, self.out_channels)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def role(self) -> str:
+        """As for other layers."""
+        return "conv2d"
+
+    def settings(self) -> JsonObject:
+        """As for other layers, with the shape of the kernel."""
+        return super().settings() | {"kernel": [self.in_channels, *self.kernel_size]}
+
+    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """That of the bias, where there is one."""
+        return computed if self.bias is None else self.bias.dtype
+
+    def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
+        """As for other layers. torch stores M.T, with the numbers of a patch on axes of their own."""
+        held = table.detach().T if self.matrix_rows == "in_features" else table.detach()
+        kernel = held.reshape(self.dense_shape).contiguous()
+        shell._parameters["weight"] = nn.Parameter(kernel, requires_grad=table.requires_grad)
+        shell._parameters["bias"] = None if self.gained_bias else self.bias
 
     @property
     def dense_shape(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from kflats.methods.protocol import ClusterMethod, Factored, Problem, refuse_byt
 from kflats.numerics.fit import Seeds, fit_flats
 from kflats.numerics.flats import FlatsFit, Stopping, fill
 from kflats.numerics.gram import cluster_grams, least_squares, top_eigenvectors
-from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated, check_loss
+from kflats.numerics.loss import Loss, Squared, check_loss
 from kflats.numerics.nested import NestedFit, fit_nested
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, TensorRows, check_steps
 from kflats.numerics.svd import Metric, right_metric
@@ -104,7 +104,7 @@ max_iterations=60, error=Squared(), restarts=1)
     @property
     def minimizes_squares(self) -> bool:
         """As ``Method.minimizes_squares``."""
-        return isinstance(self.error, Squared) or self.error == Power(2)
+        return self.error.is_squared
 
     @property
     def equal_ranks(self) -> bool:
@@ -133,7 +133,7 @@ max_iterations=60, error=Squared(), restarts=1)
                 fit = spent(inside, fit, uniform=self.ranks == "uniform")
             elif metric is None:
                 norm = Distances(fit.loss)
-        scale = 1.0 if metric is None else metric.scale ** (_degree(self.error) / 2)
+        scale = 1.0 if metric is None else metric.scale ** (self.error.degree / 2)
         objective = tuple(scale * value for value in fit.objective)
         return Factored(from_flats(problem.rows, fit, metric), objective, norm, fit.converged)
 
@@ -184,16 +184,9 @@ max_iterations=60, error=Squared(), restarts=1)
         return self._fit_groups(problem, max(used, 1), exact and kept) if fewer else fit
 
 
-def _degree(error: Loss) -> float:
-    """q of rho_{s t0}(s t) = s^q rho_{t0}(t)."""
-    return error.q if isinstance(error, Power) else 1 if isinstance(error, Truncated) else 2
-
-
 def _measured(error: Loss, metric: Metric | None) -> Loss:
     """``error`` for the distances in ``metric``, divided by sqrt(metric.scale)."""
-    if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
-        return error
-    return replace(error, threshold=error.threshold / metric.scale**0.5)
+    return error if metric is None else error.scaled(1 / metric.scale**0.5)
 
 
 def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:

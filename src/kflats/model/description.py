@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
+from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import Json, JsonObject, check_version, decode
-from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import CONVOLVED
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
 from kflats.model.parameters import begin_loading_
 from kflats.model.run_as import LOSSES
@@ -201,12 +202,11 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
         matrix = layer.matrix
         if layer.owns_matrix and id(matrix) not in owners:
             owners[id(matrix)] = name
-            rows = layer.matrix_rows if isinstance(layer, FactoredLinear | FactoredConv2d) else "in_features"
             _check_collision(name, layer)
             modules[name] = {
                 "matrix": matrix.spec(),
-                "dtype": _name(matrix.weight.dtype),
-                "matrix_rows": rows,
+                "dtype": dtype_name(matrix.weight.dtype),
+                "matrix_rows": layer.matrix_rows,
                 "places": places.setdefault(name, []),
             }
             if isinstance(matrix, CodedMatrix):
@@ -216,12 +216,12 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
                 f"{name!r} borrows its matrix from a layer outside this {type(model).__name__}",
                 hint="save the whole model",
             )
-        places[owners[id(matrix)]].append(_described(name, layer))
+        places[owners[id(matrix)]].append({"name": name, **layer.settings()})
     for name, held in held_matrices(model) if parameters else ():
         place: JsonObject = {"name": name, "role": "parameter", "padding_idx": None, "scale": None}
         modules[name] = {
             "matrix": held.matrix.spec(),
-            "dtype": _name(held.matrix.weight.dtype),
+            "dtype": dtype_name(held.matrix.weight.dtype),
             "matrix_rows": held.matrix_rows,
             "places": places.setdefault(name, [place]),
         }
@@ -236,7 +236,7 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
-        "dtype": _name(compute_dtype(model)),
+        "dtype": dtype_name(compute_dtype(model)),
         "modules": modules,
         **losses,
     }
@@ -260,7 +260,7 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
         name = next((s for s in spellings(model, module.name) if s in weights), None)
         if name is None:
             there = [submodule(model, s) for s in spellings(model, module.name)]
-            if any(isinstance(layer, FactoredLinear | FactoredHead | FactoredEmbedding) for layer in there):
+            if any(isinstance(layer, FactoredLayer) for layer in there):
                 raise KflatsError(
                     f"{module.name!r} is factored already, and a file is loaded into dense layers",
                     cause="the model was compressed, or the file loaded before",
@@ -297,7 +297,7 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
     swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales, just_found=True)
     for place in module.places:
         for name in spellings(model, place.name):
-            if isinstance(layer := submodule(model, name), FactoredLinear | FactoredHead | FactoredEmbedding):
+            if isinstance(layer := submodule(model, name), FactoredLayer) and layer.role != "conv2d":
                 layer.run_form = place.run_as
 
 
@@ -334,8 +334,8 @@ def _difference(model: nn.Module, module: Module, weight: Weight) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    dtype = dtype_of(name)
+    if not dtype.is_floating_point:
         raise KflatsError(f"{name[:40]!r} is not a floating-point type", cause=DAMAGED)
     return dtype
 
@@ -352,44 +352,15 @@ def _problem(place: DescribedPlace, n: int) -> str:
     return ""
 
 
-def _described(name: str, layer: FactoredLayer) -> JsonObject:
-    padding, scale = (layer.padding_idx, layer.scale) if isinstance(layer, FactoredEmbedding) else (None, None)
-    place: JsonObject = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
-    if isinstance(layer, FactoredConv2d):
-        place["kernel"] = [layer.in_channels, *layer.kernel_size]
-    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
-        place["gained_bias"] = True
-    if isinstance(layer, FactoredLinear | FactoredHead | FactoredEmbedding) and layer.run_form != "dense":
-        place["run_as"] = layer.run_form
-    return place
-
-
-def _layer_role(layer: FactoredLayer) -> str:
-    if isinstance(layer, FactoredEmbedding):
-        return "embedding"
-    if isinstance(layer, FactoredHead):
-        return "head"
-    if isinstance(layer, FactoredConv2d):
-        return "conv2d"
-    shell = layer.__dict__.get("_shell")
-    return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
-
-
 def _check_collision(name: str, layer: FactoredLayer) -> None:
-    if isinstance(layer, FactoredConv2d) or isinstance(layer.matrix, DenseMatrix):
+    if layer.role == "conv2d" or isinstance(layer.matrix, DenseMatrix):
         return  # a dense kernel has four dimensions, and the tensor of a dense matrix is the table
     n, d = layer.matrix.shape
     # Conv1D stores M, and torch's linear layers store M.T. A matrix with output neurons as rows is M.T already.
-    turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (
-        layer.matrix_rows == "in_features"
-    )
+    turned = layer.role != "embedding" and (layer.role == "linear") == (layer.matrix_rows == "in_features")
     dense = (d, n) if turned else (n, d)
     if tuple(layer.matrix.weight.shape) == dense:
         raise KflatsError(
             f"the factors of {name!r} are no smaller than the table itself",
             hint="a smaller budget, or leave this weight dense",
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -282,7 +282,7 @@ def restore_(model: nn.Module) -> None:
         matrix = layer.matrix
         if id(matrix) not in tables:
             # Factors of a smaller type are widened before they are multiplied, as the layer does.
-            dtype = _table_dtype(layer, computed)
+            dtype = layer.table_dtype(computed)
             wide = matrix if matrix.weight.dtype == dtype else copy.deepcopy(matrix).to(dtype)
             with torch.no_grad():
                 tables[id(matrix)] = nn.Parameter(wide.dense(), requires_grad=matrix.weight.requires_grad)
@@ -331,13 +331,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
                 attributes[name].clear()
                 attributes[name].update(table)
         raise
-
-
-def _table_dtype(layer: FactoredLayer, computed: torch.dtype) -> torch.dtype:
-    """The type of the table that ``layer`` stands for, in a model that computes in ``computed``."""
-    if isinstance(layer, FactoredEmbedding):
-        return layer.out_dtype or layer.matrix.weight.dtype
-    return computed if layer.bias is None or isinstance(layer, FactoredHead) else layer.bias.dtype
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -418,25 +411,7 @@ def _dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn
     shell = layer.__dict__.get("_shell")
     if not isinstance(shell, nn.Module):
         raise KflatsError(f"{name!r} cannot be made dense", cause="kflats did not put this layer into the model")
-    # Conv1D stores M, and torch's other layers store M.T. A matrix whose rows are outputs is M.T already.
-    if isinstance(layer, FactoredLinear | FactoredConv2d):
-        turned = isinstance(shell, nn.Linear | nn.Conv2d) == (layer.matrix_rows == "in_features")
-        held = table.detach().T if turned else table.detach()
-        if isinstance(layer, FactoredConv2d):
-            held = held.reshape(layer.out_channels, layer.in_channels, *layer.kernel_size)
-        table = nn.Parameter(held.contiguous(), requires_grad=table.requires_grad)
-    if isinstance(layer, FactoredEmbedding) and isinstance(shell, nn.Embedding):
-        # The vocabulary may have been resized since the swap.
-        shell.num_embeddings, shell.padding_idx = layer.num_embeddings, layer.padding_idx
-        if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
-            # The shell is no part of the model: its scale may be on another device, or on the meta device.
-            shell.embed_scale = torch.full_like(scale, cast(float, layer.scale), device=table.device)
-    elif not isinstance(layer, FactoredEmbedding):
-        gained = not isinstance(layer, FactoredHead) and layer.gained_bias
-        shell._parameters["bias"] = None if gained else layer.bias
-        if isinstance(shell, nn.Linear) and not isinstance(layer, FactoredConv2d):
-            shell.out_features = layer.out_features
-    shell._parameters["weight"] = table
+    layer.give_back_(shell, table)
     shell.train(layer.training)
     return shell
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
+from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
@@ -383,7 +384,7 @@ def _as_parameter(path: str, module: nn.Module, key: str) -> Weight | None:
     nbytes = table.numel() * table.element_size()
     if min(shape) < _NARROW:
         return None
-    return Weight(path, (WeightUse(path, "parameter"),), shape, str(table.dtype).removeprefix("torch."), nbytes)
+    return Weight(path, (WeightUse(path, "parameter"),), shape, dtype_name(table.dtype), nbytes)
 
 
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
@@ -436,7 +437,7 @@ def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Wei
         name=order[0][0],
         places=tuple(WeightUse(name, "head" if tied and role == "linear" else role) for name, _, role in order),
         shape=(n, d),
-        dtype=str(table.dtype).removeprefix("torch."),
+        dtype=dtype_name(table.dtype),
         nbytes=table.numel() * table.element_size(),
         bias=not tied and order[0][1]._parameters.get("bias") is not None,
     )

@@ -34,7 +34,7 @@ from kflats.numerics.flats import (
     em,
     weighted_rows,
 )
-from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, is_relative, stages
+from kflats.numerics.loss import Loss, Squared, check_loss
 from kflats.numerics.robust_em import distances_of, reweighted, robust_em, total_loss, true_loss
 from kflats.numerics.rows import (
     GRAM_BLOCK,
@@ -369,7 +369,7 @@ def fit_flats(
     if rank is not None:
         check_rank(rank, d)
     cloud, scale = weighted_rows(rows, weights)
-    if not isinstance(error, Squared):
+    if not error.is_squared:
         check_spread(cloud.norms2.to(torch.float64), cloud.weights, _SPREAD)
     shape = RankSpec(k, rank, budget, exact)
 
@@ -381,7 +381,7 @@ def fit_flats(
             begin = start_uniform(cloud, shape, loss, start, generator, stop)
         return robust_em(cloud, shape, loss, begin, stop)
 
-    first, *later = (_SQUARED,) if error == Power(2) else stages(error)
+    first, *later = error.stages()
     best = fit(cloud, first)
     for loss in later:
         loss = _resolved(loss, cloud, best)
@@ -393,7 +393,7 @@ def fit_flats(
             starts = starts[:1]
         # With a budget, ranks are still to be filled, so the sum at a start says little of the sum at its end.
         best = min((robust_em(cloud, shape, loss, begin, stop) for begin in starts), key=lambda fit: fit.error)
-    if not isinstance(best.loss, Squared):
+    if not best.loss.is_squared:
         reached = true_loss(best.loss, cloud, best.bases, best.labels)
         best = replace(best, objective=(*(value for value in best.objective[:-1] if value > reached), reached))
     objective = tuple(scale * value for value in best.objective)
@@ -424,9 +424,9 @@ def _within_reach(loss: Loss, cloud: WeightedRows, start: Start) -> bool:
 
 def _resolved(loss: Loss, cloud: WeightedRows, fit: FlatsFit) -> Loss:
     """``loss`` with its threshold as a distance, where it is in medians of the distances of ``fit``."""
-    if not is_relative(loss):
+    if not loss.is_relative:
         return loss
     near = fit.labels < len(fit.bases)  # rows that are kept exactly have no distance
     near = near if bool(near.any()) else ~near
     weights = None if cloud.weights is None else cloud.weights[near]
-    return absolute(loss, distances_of(cloud, fit.bases, fit.labels)[near], cloud.norms2[near], weights)
+    return loss.absolute(distances_of(cloud, fit.bases, fit.labels)[near], cloud.norms2[near], weights)

@@ -95,7 +95,7 @@ def assign(
     objective = torch.zeros((), dtype=torch.float64, device=rows.device)
     for part, block in slices(rows):
         distances = measure(block, cloud.norms2[part], exact)
-        cost = distances if isinstance(loss, Squared) else loss.rho(distances)
+        cost = distances if loss.is_squared else loss.rho(distances)
         if cloud.weights is not None:
             cost = cost * cloud.weights[part].to(rows.dtype).unsqueeze(1)
         if multiplier:
@@ -284,7 +284,7 @@ class WeightedRows:
     def seen_by(self, loss: Loss) -> WeightedRows:
         """The rows with the weights that ``loss`` gives them at a distance of their own norm: squares that stand for
         the loss while no flat is known. The mean weight stays."""
-        if isinstance(loss, Squared):
+        if loss.is_squared:
             return self
         tilt = loss.weight(self.norms2, self.norms2).to(torch.float64)
         total = float(tilt.sum())

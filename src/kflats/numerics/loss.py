@@ -20,8 +20,9 @@ the rows to the flats of a fit with ``Power(1)``: a rank that suits the data mak
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,15 +37,102 @@ FLOOR = 1e-6
 Unit: TypeAlias = Literal["absolute", "median"]
 
 
+class _Loss(ABC):
+    """The base of all losses."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+
+    @property
+    @abstractmethod
+    def degree(self) -> float:
+        """q of rho(s t) = s^q rho(t), where s multiplies a threshold, too."""
+
+    @property
+    def is_squared(self) -> bool:
+        """Whether rho(t) = t^2, which an SVD minimises without iterations."""
+        return False
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the threshold is in medians, so that ``absolute`` comes before rho and weight."""
+        return False
+
+    @abstractmethod
+    def rho(self, dist2: Tensor) -> Tensor:
+        """rho of squared distances, elementwise."""
+
+    @abstractmethod
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
+        """rho'(t) / (2 t) at squared distances ``dist2`` (n,), each at least the share ``floor`` of the row's squared
+        norm ``norms2`` (n,)."""
+
+    @abstractmethod
+    def stages(self) -> tuple[Loss, ...]:
+        """The losses to fit one after the other, each from where the one before ended; the last is this one.
+
+        Losses that are not convex in t, and thresholds in medians, begin with ``Power(1)``.
+
+        >>> Truncated(2.0).stages()
+        (Power(q=1.0), Truncated(threshold=2.0, unit='absolute'))
+        """
+
+    def absolute(self, dist2: Tensor, norms2: Tensor | None = None, weights: Tensor | None = None) -> Self:
+        """This loss with its threshold as a distance: medians become multiples of the median of sqrt(``dist2``).
+
+        Args:
+            dist2: (n,) squared distances to the flats that thresholds are measured by, floored as weights are.
+            norms2: (n,) squared row norms, for the floor; rows of zeros, which lie on every flat, are left out.
+            weights: (n,) rows of weight 0 are left out; the others count once.
+
+        >>> Huber(2.0, "median").absolute(torch.tensor([1.0, 9.0, 100.0]))
+        Huber(threshold=6.0, unit='absolute')
+        """
+        return self
+
+    def scaled(self, factor: float) -> Self:
+        """This loss for distances that are ``factor`` times as large: an absolute threshold times ``factor``."""
+        return self
+
+    def check_reach(self, weights: Tensor, norms2: Tensor) -> None:  # noqa: B027  # most losses reach everywhere
+        """Refuse a threshold within which no row lies, so that no row has a weight.
+
+        Args:
+            weights: (n,) those of rows. norms2: (n,) their squared norms.
+
+        Raises:
+            KflatsError: all weights are 0, and some norms are not.
+        """
+
+
 @dataclass(frozen=True)
-class Squared:
+class Squared(_Loss):
     """rho(t) = t^2: all rows weigh the same.
 
     >>> Squared().rho(torch.tensor([4.0])).tolist()
     [4.0]
     """
 
-    name: ClassVar[str] = "squared"
+    @property
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+        return "squared"
+
+    @property
+    def degree(self) -> float:
+        """2."""
+        return 2.0
+
+    @property
+    def is_squared(self) -> bool:
+        """Yes."""
+        return True
+
+    def stages(self) -> tuple[Loss, ...]:
+        """One."""
+        return (self,)
 
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
@@ -56,7 +144,7 @@ class Squared:
 
 
 @dataclass(frozen=True)
-class Power:
+class Power(_Loss):
     """rho(t) = t^q for 0 < q <= 2; q = 1 is the sum of distances (l2,1). Below 1 it is not convex in t, and a fit
     keeps nearer to where it starts.
 
@@ -79,13 +167,29 @@ class Power:
         """As ``from_name`` reads it."""
         return f"power {_short(self.q)}"
 
+    @property
+    def degree(self) -> float:
+        """q."""
+        return self.q
+
+    @property
+    def is_squared(self) -> bool:
+        """Where q is 2."""
+        return self.q == 2
+
+    def stages(self) -> tuple[Loss, ...]:
+        """Below q = 1 begun with ``Power(1)``; q = 2 is fitted as ``Squared()``."""
+        if self.is_squared:
+            return (Squared(),)
+        return (Power(1.0), self) if self.q < 1 else (self,)
+
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
         return dist2.clamp_min(0.0).pow(self.q / 2)
 
     def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """q/2 t^(q-2), t^2 at least the share ``floor`` of the row's squared norm; 0 for rows of zeros."""
-        if self.q == 2:
+        if self.is_squared:
             return torch.ones_like(dist2)
         weights = self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1)
         # Rows of zeros lie on every flat: weight 0, and not the floor's enormous one.
@@ -96,7 +200,7 @@ _LEAST = 1e-30  # thresholds and their reciprocals; farther out squares vanish a
 
 
 @dataclass(frozen=True)
-class _Thresholded:
+class _Thresholded(_Loss):
     threshold: float
     unit: Unit = "absolute"
 
@@ -116,8 +220,30 @@ class _Thresholded:
         unit = " median" if self.unit == "median" else ""
         return f"{type(self).__name__.lower()} {_short(self.threshold)}{unit}"
 
-    def _absolute(self) -> float:
-        if self.unit != "absolute":
+    @property
+    def is_relative(self) -> bool:
+        """Where the unit is medians."""
+        return self.unit == "median"
+
+    def absolute(self, dist2: Tensor, norms2: Tensor | None = None, weights: Tensor | None = None) -> Self:
+        """As for other losses."""
+        if not self.is_relative:
+            return self
+        counted = floored(dist2, norms2)
+        alive = torch.ones_like(counted, dtype=torch.bool) if norms2 is None else norms2 > 0
+        if weights is not None:
+            alive &= weights > 0
+        counted = counted[alive] if bool(alive.any()) else counted
+        median = counted.median()
+        nowhere = float(median) <= torch.finfo(counted.dtype).tiny  # rows of zeros: any threshold does
+        return replace(self, threshold=self.threshold * (1.0 if nowhere else float(median.sqrt())), unit="absolute")
+
+    def scaled(self, factor: float) -> Self:
+        """As for other losses."""
+        return self if self.is_relative else replace(self, threshold=self.threshold * factor)
+
+    def _distance(self) -> float:
+        if self.is_relative:
             raise KflatsError(
                 f"the threshold of {self.name!r} is in medians of distances, which are not known here",
                 hint="a threshold that is a distance",
@@ -136,15 +262,24 @@ class Huber(_Thresholded):
     ([1.0, 8.0], [1.0, 0.5])
     """
 
+    @property
+    def degree(self) -> float:
+        """2."""
+        return 2.0
+
+    def stages(self) -> tuple[Loss, ...]:
+        """A threshold in medians begins with ``Power(1)``."""
+        return (Power(1.0), self) if self.is_relative else (self,)
+
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
-        t0 = self._absolute()
+        t0 = self._distance()
         dist2 = dist2.clamp_min(0.0)
         return torch.where(dist2 <= t0 * t0, dist2, 2 * t0 * dist2.sqrt() - t0 * t0)
 
     def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 up to the threshold, t0 / t beyond. It needs no floor."""
-        t0 = self._absolute()
+        t0 = self._distance()
         return torch.where(dist2 <= t0 * t0, 1.0, t0 / floored(dist2, None).sqrt())
 
 
@@ -153,7 +288,7 @@ class Truncated(_Thresholded):
     """rho(t) = min(t, t0): beyond the threshold t0 a row costs the same wherever it lies (MESSI, appendix E.1).
 
     Not convex: rows that a bad start leaves beyond the threshold are never looked at again, so a fit has two
-    starts: that of ``Power(1)`` (see ``stages``), and that of the rows scaled to length 1.
+    starts: that of ``Power(1)`` (``stages``), and that of the rows scaled to length 1.
 
     Raises:
         KflatsError: a threshold that is not positive, or an unknown unit.
@@ -162,13 +297,30 @@ class Truncated(_Thresholded):
     ([1.0, 2.0], [0.5, 0.0])
     """
 
+    @property
+    def degree(self) -> float:
+        """1."""
+        return 1.0
+
+    def stages(self) -> tuple[Loss, ...]:
+        """Begun with ``Power(1)``."""
+        return (Power(1.0), self)
+
+    def check_reach(self, weights: Tensor, norms2: Tensor) -> None:
+        """As for other losses."""
+        if not bool((weights > 0).any()) and bool((norms2 > 0).any()):
+            raise KflatsError(
+                f"every row is farther than {self.threshold:.3g} from every flat",
+                hint="a larger threshold, or one in medians of distances",
+            )
+
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
-        return dist2.clamp_min(0.0).sqrt().clamp_max(self._absolute())
+        return dist2.clamp_min(0.0).sqrt().clamp_max(self._distance())
 
     def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 / (2 t) below the threshold, floored as in ``Power(1)``; 0 from it on."""
-        inside = dist2 < self._absolute() ** 2
+        inside = dist2 < self._distance() ** 2
         return torch.where(inside, Power(1.0).weight(dist2, norms2, floor), 0.0)
 
 
@@ -209,60 +361,6 @@ def from_name(name: str) -> Loss:
         unit: Unit = "absolute" if len(rest) == 1 else rest[1]  # type: ignore[assignment]  # checked by the loss
         return Huber(numbers[0], unit) if kind == "huber" else Truncated(numbers[0], unit)
     raise _unknown(name)
-
-
-def stages(loss: Loss) -> tuple[Loss, ...]:
-    """The losses to fit one after the other, each from where the one before ended; the last is ``loss``.
-
-    Losses that are not convex in t, and thresholds in medians, begin with ``Power(1)``.
-
-    >>> stages(Truncated(2.0))
-    (Power(q=1.0), Truncated(threshold=2.0, unit='absolute'))
-    """
-    if isinstance(loss, Truncated) or (isinstance(loss, Power) and loss.q < 1) or is_relative(loss):
-        return (Power(1.0), loss)
-    return (loss,)
-
-
-def is_relative(loss: Loss) -> bool:
-    """Whether the threshold is in medians, so that it needs ``absolute`` before rho and weight."""
-    return isinstance(loss, Huber | Truncated) and loss.unit == "median"
-
-
-def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: Tensor | None = None) -> Loss:
-    """``loss`` with its threshold as a distance: medians become multiples of the median of sqrt(``dist2``).
-
-    Args:
-        dist2: (n,) squared distances to the flats that thresholds are measured by, floored as weights are.
-        norms2: (n,) squared row norms, for the floor; rows of zeros, which lie on every flat, are left out.
-        weights: (n,) rows of weight 0 are left out; the others count once.
-
-    >>> absolute(Huber(2.0, "median"), torch.tensor([1.0, 9.0, 100.0]))
-    Huber(threshold=6.0, unit='absolute')
-    """
-    if not isinstance(loss, Huber | Truncated) or loss.unit == "absolute":
-        return loss
-    counted = floored(dist2, norms2)
-    alive = torch.ones_like(counted, dtype=torch.bool) if norms2 is None else norms2 > 0
-    if weights is not None:
-        alive &= weights > 0
-    counted = counted[alive] if bool(alive.any()) else counted
-    median = counted.median()
-    nowhere = float(median) <= torch.finfo(counted.dtype).tiny  # rows of zeros: any threshold does
-    return replace(loss, threshold=loss.threshold * (1.0 if nowhere else float(median.sqrt())), unit="absolute")
-
-
-def check_reach(loss: Loss, weights: Tensor, norms2: Tensor) -> None:
-    """Refuse a truncated loss within whose threshold no row lies, so that no row has a weight.
-
-    Raises:
-        KflatsError: ``weights``, of rows of these squared norms (n,), are zeros.
-    """
-    if isinstance(loss, Truncated) and not bool((weights > 0).any()) and bool((norms2 > 0).any()):
-        raise KflatsError(
-            f"every row is farther than {loss.threshold:.3g} from every flat",
-            hint="a larger threshold, or one in medians of distances",
-        )
 
 
 def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tensor:

@@ -41,7 +41,7 @@ from kflats.numerics.flats import (
     update_grams,
 )
 from kflats.numerics.gram import cluster_grams, energy_outside, improve_basis, leading_basis, refined_eigenvectors
-from kflats.numerics.loss import Loss, Squared, check_reach, floored
+from kflats.numerics.loss import Loss, floored
 from kflats.numerics.rows import GRAM_BLOCK
 
 
@@ -86,7 +86,7 @@ class Squares:
     def __init__(self, cloud: WeightedRows, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> None:
         self.cloud, self.bases, self.labels = cloud, bases, step.labels
         self.weights = reweighted(loss, step.dist2, cloud)
-        check_reach(loss, self.weights, cloud.norms2)
+        loss.check_reach(self.weights, cloud.norms2)
         self.bound = total_loss(loss, step.dist2, cloud)
         self.constant = 0.0
         self.constant = self.bound - self.bound_at(step.dist2)
@@ -149,7 +149,7 @@ def robust_em(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, st
     Raises:
         KflatsError: a truncated loss whose threshold is below the distance of every row.
     """
-    if isinstance(loss, Squared):
+    if loss.is_squared:
         return em(cloud, shape, start, stop)
     if shape.rank is not None:
         return _uniform(cloud, shape.k, shape.rank, loss, start, stop)
@@ -264,5 +264,5 @@ def distances_of(cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor)
 def _filled_fit(cloud: WeightedRows, shape: RankSpec, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
     """The M-step at the distances ``dist2`` (n,): its ``objective`` is the bound."""
     weights = reweighted(loss, dist2, cloud)
-    check_reach(loss, weights, cloud.norms2)
+    loss.check_reach(weights, cloud.norms2)
     return filled_fit(cloud, shape, labels, cluster_grams(cloud.rows, labels, shape.k, weights), loss)

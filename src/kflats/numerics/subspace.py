@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kflats.numerics.flats import Stopping, WeightedRows
 from kflats.numerics.gram import complement, gram_of, top_eigenvectors
-from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, check_reach, stages
+from kflats.numerics.loss import Loss, Power, check_loss
 from kflats.numerics.rows import (
     Rows,
     TensorRows,
@@ -110,11 +110,11 @@ class _Stage:
 
 
 def _fit(cloud: WeightedRows, rank: int, loss: Loss, stop: Stopping) -> _Stage:
-    if isinstance(loss, Squared) or loss == Power(2.0):
+    if loss.is_squared:
         basis = _svd(cloud, rank, cloud.weights)
         return _Stage(basis, (_sum_of_losses(cloud, basis, loss),), True, loss)
     starts = _starts(cloud, rank)
-    *before, last = stages(loss)
+    *before, last = loss.stages()
     if not before:
         return min((_descend(cloud, basis, last, stop) for basis in starts), key=_reached)
     ends = starts
@@ -122,7 +122,7 @@ def _fit(cloud: WeightedRows, rank: int, loss: Loss, stop: Stopping) -> _Stage:
         fits = [_descend(cloud, basis, stage, stop) for basis in starts]
         starts = [min(fits, key=_reached).basis]
         ends = ends + [fit.basis for fit in fits]
-    last = absolute(last, _distances2(cloud, starts[0]), cloud.norms2, cloud.weights)
+    last = last.absolute(_distances2(cloud, starts[0]), cloud.norms2, cloud.weights)
     # A loss that ignores far rows may order the flats otherwise than the stage before it did.
     nearest = min(ends, key=lambda basis: _sum_of_losses(cloud, basis, last))
     return _descend(cloud, nearest, last, stop)
@@ -135,7 +135,7 @@ def _reached(stage: _Stage) -> float:
 def _descend(cloud: WeightedRows, basis: Tensor, loss: Loss, stop: Stopping) -> _Stage:
     """Reweighting from ``basis`` until the sum falls by too little. Returns the lowest flat."""
     total, gram = _pass(cloud, basis, loss)
-    check_reach(loss, gram.diagonal(), cloud.norms2)
+    loss.check_reach(gram.diagonal(), cloud.norms2)
     history, best = [total], basis
     for iteration in range(stop.max_iterations):
         basis = top_eigenvectors(gram, len(basis))[1].to(basis.dtype)

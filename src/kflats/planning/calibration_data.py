@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.calibration.windows import LONG, Windows, drawn_windows, filled_windows, windows
 from kflats.codecs import Candidate, Table
+from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError, KflatsWarning, check_samples
 from kflats.common.formatting import announce
-from kflats.common.hashing import Part, sha256
+from kflats.common.hashing import Hashed, sha256
 from kflats.common.machine import available_bytes
 from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.common.workers import Workers
@@ -29,9 +31,9 @@ from kflats.evaluation.running import (
     Batch,
     device_of,
     explained,
-    media_of,
+    modalities_of,
     read_together,
-    spoken_media,
+    spoken_modalities,
     to_device,
 )
 from kflats.evaluation.trial import Trial, tried, tried_on_drawn
@@ -95,8 +97,12 @@ class CalibrationData:
     samples: int = SAMPLES
     windows: Windows | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _trials: dict[int, Trial] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _read: dict[int, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _trials: WeakKeyDictionary[nn.Module, Trial] = field(
+        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
+    )
+    _read: WeakKeyDictionary[nn.Module, bool] = field(
+        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
+    )
     _weightings: Recent = field(default_factory=lambda: Recent(), init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -117,9 +123,9 @@ class CalibrationData:
         Some models read boxes or codes of their own beside the ids: one run is tried. Where the model cannot read them
         alone, a warning says so.
         """
-        if self.measurable or self.tokenizer is None or media_of(model) != ("input_ids",):
+        if self.measurable or self.tokenizer is None or modalities_of(model) != ("input_ids",):
             return False
-        if id(model) not in self._read:
+        if model not in self._read:
             failed = self.trial(model).failed
             try:
                 with explained(model, ""):
@@ -128,8 +134,8 @@ class CalibrationData:
                 failed = failed or error
             if failed is not None:
                 warnings.warn(KflatsWarning(f"nothing is measured: {failed.symptom}"), stacklevel=2)
-            self._read[id(model)] = failed is None
-        return self._read[id(model)]
+            self._read[model] = failed is None
+        return self._read[model]
 
     def trial(self, model: nn.Module) -> Trial:
         """What one run shows of ``model``: on the first batch, or on drawn inputs of a transformers model.
@@ -137,14 +143,14 @@ class CalibrationData:
         Raises:
             KflatsError: the model changes its own weights when it runs.
         """
-        if id(model) not in self._trials:
+        if model not in self._trials:
             given = next((item for item in self.calibration or () if not isinstance(item, str)), None)
             try:
                 found = tried_on_drawn(model) if given is None else tried(model, to_device(given, device_of(model)))
             except KflatsError as error:
                 found = Trial(failed=error)
-            self._trials[id(model)] = found
-        found = self._trials[id(model)]
+            self._trials[model] = found
+        found = self._trials[model]
         if found.written:
             raise KflatsError(
                 f"{type(model).__name__} is not supported because it changes its own weights when it runs: "
@@ -170,7 +176,7 @@ class CalibrationData:
         if not self.texts or self.tokenizer is None or self.texts == self.calibration:
             return self
         made = windows(self.texts, self.tokenizer, samples=self.samples, model=model)
-        if media_of(model) == ("input_ids",):
+        if modalities_of(model) == ("input_ids",):
             with suppress(KflatsError):  # of a vocabulary without words none can be drawn
                 made = filled_windows(made, self.tokenizer, samples=self.samples, model=model)
         announce(f"texts: {made.summary}", quiet=quiet)
@@ -178,10 +184,10 @@ class CalibrationData:
 
     def check_reader(self, model: nn.Module) -> None:
         """Raises KflatsError for texts that ``model`` cannot read."""
-        media = media_of(model)
-        if self.texts is not None and media and "input_ids" not in media:
+        modalities = modalities_of(model)
+        if self.texts is not None and modalities and "input_ids" not in modalities:
             raise KflatsError(
-                f"texts are not supported with {type(model).__name__}, which reads {spoken_media(model)}",
+                f"texts are not supported with {type(model).__name__}, which reads {spoken_modalities(model)}",
                 hint="no texts: the errors of all numbers then count the same",
             )
 
@@ -208,10 +214,10 @@ class CalibrationData:
             raise KflatsError(
                 "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
             )
-        if model is not None and media_of(model) and read_together(model) != ("input_ids",):
+        if model is not None and modalities_of(model) and read_together(model) != ("input_ids",):
             raise KflatsError(
                 f"texts alone cannot be passed through {type(model).__name__}",
-                cause=f"one call of it reads {spoken_media(model)}",
+                cause=f"one call of it reads {spoken_modalities(model)}",
                 hint="no texts: the errors of all numbers then count the same",
             )
         # Evenly spaced texts: files are often sorted by topic.
@@ -232,11 +238,11 @@ class CalibrationData:
         ``scratch``: a folder for what shall not stay in memory; ``file``: for the statistics (``measure``)."""
         needs = needed(recipes)
         if not needs:
-            others = media_of(model) not in ((), ("input_ids",))
-            told = id(model) in self._read
+            others = modalities_of(model) not in ((), ("input_ids",))
+            told = model in self._read
             if others and not told and not self.measurable and any(recipe.chooses for _, recipe in recipes):
-                self._read[id(model)] = False
-                reads = f"{type(model).__name__} reads {spoken_media(model)}"
+                self._read[model] = False
+                reads = f"{type(model).__name__} reads {spoken_modalities(model)}"
                 announce(f"nothing is measured: {reads}; the errors of all numbers count the same", quiet=quiet)
             return self
         if self.statistics is not None:
@@ -307,7 +313,7 @@ class CalibrationData:
         """
         ranks = recipe.chooses or recipe.method.produces != "dense"
         spectrum = self.spectrum(model, weight, recipe, ranks=ranks)
-        return Table(*self.matrix(model, weight, recipe), getattr(torch, weight.dtype), spectrum)
+        return Table(*self.matrix(model, weight, recipe), dtype_of(weight.dtype), spectrum)
 
     def spectrum(self, model: nn.Module, weight: Weight, recipe: Recipe, *, ranks: bool = True) -> Tensor:
         """The errors of the SVD of ``matrix`` of every rank, or without ``ranks`` of rank 0 alone, which takes no SVD:
@@ -361,7 +367,7 @@ class CalibrationData:
 
     def digest(self) -> str:
         """Of everything here that measurements depend on, but for the tokenizer."""
-        parts: list[Part] = [json.dumps([self.texts, repr(self.objective), self.samples])]
+        parts: list[Hashed] = [json.dumps([self.texts, repr(self.objective), self.samples])]
         for item in self.calibration or ():
             parts += _parts(item if isinstance(item, Mapping) else {"text": item})
         return sha256(parts)
@@ -411,7 +417,7 @@ def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     return items
 
 
-def _parts(values: Mapping[str, Any]) -> Iterator[Part]:
+def _parts(values: Mapping[str, Any]) -> Iterator[Hashed]:
     for name, value in sorted(values.items()):
         yield name
         yield value if isinstance(value, Tensor) else repr(value)

@@ -23,7 +23,7 @@ from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes
 from kflats.report.report import stored_bytes, stored_numbers
 
-Measure = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
+Measuring = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def decide(
     data: CalibrationData,
     sharing: Sharing = Sharing(),
     *,
-    measured: Measure | None = None,
+    measured: Measuring | None = None,
 ) -> Decided:
     """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias, get_args
 
-import torch
 from torch import nn
 
 from kflats.codecs import Integer
+from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, NoGradientSignalError
 from kflats.common.formatting import progress_bar, size, visible
 from kflats.common.workers import Workers
@@ -104,7 +104,7 @@ def fixed_decision(item: WeightCosts, data: CalibrationData, bits: float = 8.0) 
         return item.left_dense("dense: asked for")
     if recipe.is_cast:
         kind = recipe.torch_dtype(weight.dtype)
-        name, nbytes = str(kind).removeprefix("torch."), weight.shape[0] * weight.shape[1] * kind.itemsize
+        name, nbytes = dtype_name(kind), weight.shape[0] * weight.shape[1] * kind.itemsize
         if nbytes >= weight.nbytes:
             return item.left_dense(f"dense: {name} would not make it smaller")
         return item.decided(as_cast(weight, recipe), nbytes, f"{name}: asked for")
@@ -187,7 +187,7 @@ def _counted(model: nn.Module, items: Sequence[WeightCosts], allowed: int) -> li
         if item.fixed_bytes is not None and not table.is_meta:
             rows = TensorRows(table.T if recipe.matrix_rows == "out_features" else table)
             try:
-                nbytes = recipe.codec.counted_bytes(recipe.method, rows, getattr(torch, weight.dtype))
+                nbytes = recipe.codec.counted_bytes(recipe.method, rows, dtype_of(weight.dtype))
             except KflatsError as error:
                 raise error.about(weight.name) from error
             item = replace(item, counted=nbytes)

@@ -38,7 +38,7 @@ from kflats.tasks.task import head_of
 
 
 @dataclass(frozen=True)
-class Objective:
+class TrainingObjective:
     """The loss of one batch:  labels_weight * task loss + (1 - labels_weight) * distance to the teacher.
 
     The distance, T the temperature:
@@ -101,7 +101,7 @@ _OTHER_INPUTS = "a model that reads texts alone, such as the text encoder of thi
 
 
 def distance(model: nn.Module, outputs: ModelOutput, target: ModelOutput, batch: Batch, temperature: float) -> Tensor:
-    """The distance of ``outputs`` of ``model`` from a teacher's ``target`` on one batch; see ``Objective``.
+    """The distance of ``outputs`` of ``model`` from a teacher's ``target`` on one batch; see ``TrainingObjective``.
 
     Raises:
         KflatsError: outputs of different shapes, or neither logits nor hidden states.
@@ -292,7 +292,7 @@ class TrainingData:
     Args:
         name, split, eval_split: the task and its splits; "batches" and "other batches" of prepared batches;
             ``eval_split`` is "" without an evaluation.
-        rows: the training examples. filler: the id that pads them.
+        rows: the training examples. padding_id: the id that pads them.
         metric: the name of the value that ``evaluate`` gives. higher_is_better: its direction.
         evaluate: model -> value; None: the last epoch is kept.
     """
@@ -301,14 +301,14 @@ class TrainingData:
     split: str
     eval_split: str
     rows: tuple[Feature, ...]
-    filler: int
+    padding_id: int
     metric: str
     higher_is_better: bool
     evaluate: Callable[[nn.Module], float] | None
 
     def batch(self, rows: Sequence[Feature]) -> dict[str, Tensor]:
         """One batch of ``rows``, for the data loader."""
-        return collate(rows, self.filler)
+        return collate(rows, self.padding_id)
 
     @property
     def digest(self) -> str:
@@ -339,14 +339,14 @@ def batch_training_data(
     batches: Sequence[Batch],
     eval_batches: Sequence[Batch] | None,
     tokenizer: Tokenizer | None,
-    objective: Objective,
+    objective: TrainingObjective,
 ) -> TrainingData:
     """The examples of prepared batches, evaluated by the mean of ``objective`` over other batches; lower is better.
 
     Raises:
         KflatsError: no batches, or something else than dicts of tensors.
     """
-    filler = pad_id(tokenizer, model)
+    padding_id = pad_id(tokenizer, model)
     evaluate = None
     if eval_batches is not None:
         eval_rows = uncollate(eval_batches)
@@ -355,9 +355,9 @@ def batch_training_data(
             total, device = 0.0, device_of(candidate)
             with evaluating(candidate), torch.no_grad():
                 for _, part in feature_batches(eval_rows, _EVALUATION_BATCH):
-                    total += len(part) * float(objective(candidate, collate(part, filler, device)))
+                    total += len(part) * float(objective(candidate, collate(part, padding_id, device)))
             return total / len(eval_rows)
 
     rows = tuple(uncollate(batches))
     eval_split = "" if eval_batches is None else "other batches"
-    return TrainingData("batches", "batches", eval_split, rows, filler, "loss", False, evaluate)
+    return TrainingData("batches", "batches", eval_split, rows, padding_id, "loss", False, evaluate)

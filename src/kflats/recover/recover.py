@@ -34,9 +34,9 @@ from kflats.io import copy_companions, load_model, new_folder, resolve_model, sa
 from kflats.io.atomic import beside
 from kflats.model.run_as import forget_losses_, running_as
 from kflats.recover.problem import (
-    Objective,
     Schedule,
     TaskRows,
+    TrainingObjective,
     batch_training_data,
     only,
     own_randomness,
@@ -150,7 +150,7 @@ def recover_(
 ) -> Recovery:
     """Train ``model`` in place, and keep its best epoch.
 
-        minimise over the chosen parameters   mean over examples of  ``kflats.recover.problem.Objective``
+        minimise over the chosen parameters   mean over examples of  ``kflats.recover.problem.TrainingObjective``
 
     AdamW without weight decay (that is Adam), linear decay to 0, gradients clipped at norm 1. Examples of
     similar length share a batch. The same seed, data, threads and device give the same parameters; the
@@ -165,8 +165,8 @@ def recover_(
         task_data, split, max_length, limit: as ``kflats.task_batches``.
         eval_split: the split that decides which epoch is kept (for batches: other batches, whose mean loss
             decides); None: the last epoch is kept. The score on the split that chose the epoch is too high.
-        teacher: the original, which is moved to the model's device; see ``kflats.recover.problem.Objective`` for it,
-            ``temperature`` and ``labels_weight``.
+        teacher: the original, which is moved to the model's device; for it, ``temperature`` and
+            ``labels_weight`` see ``kflats.recover.problem.TrainingObjective``.
         train: "all", "bases", "coordinates" or "factors" (both).
         lr, batch, epochs: settings of the optimisation (``kflats.recover.problem.Schedule``).
         patience: number of epochs without a better value after which training stops; None: never.
@@ -195,7 +195,7 @@ def recover_(
             hint="a transformers model, such as the one inside of a SentenceTransformer",
         )
     schedule = Schedule(train, lr, batch, epochs, patience, seed, precision)
-    objective = Objective(teacher, temperature, labels_weight)
+    objective = TrainingObjective(teacher, temperature, labels_weight)
     if not isinstance(task, str | Task):
         others = None if isinstance(eval_split, str) else eval_split
         data = batch_training_data(model, task, others, tokenizer, objective)
@@ -333,8 +333,8 @@ def _text_batches(
     """Batches of one text each: nine tenths to train on, and each tenth to evaluate on."""
     if len(texts) < 10:
         raise KflatsError(f"training on fewer than 10 texts ({len(texts)}) is not supported", hint="at least 10 texts")
-    filler = pad_id(tokenizer, model)
-    batches = [collate([row], filler) for row in text_features(texts, tokenizer, max_length, model)]
+    padding_id = pad_id(tokenizer, model)
+    batches = [collate([row], padding_id) for row in text_features(texts, tokenizer, max_length, model)]
     return [batch for i, batch in enumerate(batches) if i % 10], batches[::10]
 
 

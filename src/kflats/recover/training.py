@@ -39,7 +39,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, progress_bar
 from kflats.evaluation.running import device_of
-from kflats.recover.problem import Objective, Schedule, TrainingData
+from kflats.recover.problem import Schedule, TrainingData, TrainingObjective
 
 _STATE = "kflats_trainer.safetensors"
 
@@ -47,7 +47,7 @@ _STATE = "kflats_trainer.safetensors"
 def run(
     model: nn.Module,
     data: TrainingData,
-    objective: Objective,
+    objective: TrainingObjective,
     schedule: Schedule,
     where: Path,
     resumable: bool,
@@ -163,8 +163,8 @@ class RecoveryTrainer(Trainer):
         rest: as ``transformers.Trainer``.
     """
 
-    def __init__(self, objective: Objective, data: TrainingData, precision: str, **rest: Any) -> None:
-        self.objective: Objective = objective
+    def __init__(self, objective: TrainingObjective, data: TrainingData, precision: str, **rest: Any) -> None:
+        self.objective: TrainingObjective = objective
         self.precision = precision
         self.data = data
         super().__init__(**rest)

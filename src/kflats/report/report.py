@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
 from kflats.common.schema import decode, read_json
@@ -419,7 +420,7 @@ def analyse(
     labels, bands = _bands(matrix)
     stored = "integers" if decision.recipe.is_coded else "factors"
     if decision.recipe.is_cast:
-        stored = str(decision.recipe.torch_dtype(weight.dtype)).removeprefix("torch.")
+        stored = dtype_name(decision.recipe.torch_dtype(weight.dtype))
     return replace(
         left_dense(decision),
         bytes_after=factored.nbytes + gained * weight.nbytes // (n * d),

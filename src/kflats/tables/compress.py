@@ -31,9 +31,9 @@ from kflats.tables.fast import FastCode
 from kflats.tables.flats import MOST_FLATS
 from kflats.tables.index import INDEX_BYTES, MOST_COLUMNS, SHARD_ENTRY, Layout, TableIndex, save_head
 from kflats.tables.layout import RowCode
-from kflats.tables.partial import Part, PartialTable
+from kflats.tables.partial import PartialTable, TablePart
 from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
-from kflats.tables.statistics import UNIT, Statistics, WeightedRows, statistics_of, with_flats
+from kflats.tables.statistics import UNIT, TableStatistics, WeightedTable, statistics_of, with_flats
 
 _BLOCK = 16384  # rows that are encoded at once; files begin at multiples of it
 _SHARD_ROWS, _SHARD_BYTES = 2**22, 2**31
@@ -142,7 +142,7 @@ def compress_table(
         )
     rows = open_rows(source, name=name)
     n, d = rows.shape
-    table = WeightedRows(rows, None if row_weights is None else open_weights(row_weights, n))
+    table = WeightedTable(rows, None if row_weights is None else open_weights(row_weights, n))
     budget = _bytes(size, n * d)
     _check_shape(n, d, budget, layout)
     per_shard = _rows_a_shard(n, budget) if shard_rows is None else min(shard_rows, -(-n // _BLOCK) * _BLOCK)
@@ -157,7 +157,7 @@ def compress_table(
     ):
         seen = statistics_of(table, seed, lambda done: show("measuring", done, n), workers)
 
-        def run_of(seen: Statistics) -> _Run:
+        def run_of(seen: TableStatistics) -> _Run:
             kept = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
             return _Run(
                 table, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept
@@ -190,12 +190,12 @@ def compress_table(
 class _Run:
     """The pass that encodes, and again where the sample misjudged the size."""
 
-    table: WeightedRows
+    table: WeightedTable
     folder: Path
     layout: Layout
     budget: int
     shard_rows: int
-    seen: Statistics
+    seen: TableStatistics
     show: Callable[[int], None]
     workers: Workers
     kept: Callable[[RowCode], PartialTable]
@@ -357,19 +357,21 @@ class _Run:
             kept.remove_others()
         tasks = ["writing the head", *(f"encoding rows {first} and on" for first in firsts)]
 
-        def work(index: int) -> Part:
-            return self._shard(code, index - 1, kept) if index else Part(save_head(self.folder, code.tensors()), 0.0)
+        def work(index: int) -> TablePart:
+            if index == 0:
+                return TablePart(save_head(self.folder, code.tensors()), 0.0)
+            return self._shard(code, index - 1, kept)
 
-        packed = Packed[Part](
+        packed = Packed[TablePart](
             lambda made: json.dumps([made.record.bytes, made.record.checksum, made.error]),
-            lambda _, text: Part(ShardRecord(*json.loads(text)[:2]), json.loads(text)[2]),
+            lambda _, text: TablePart(ShardRecord(*json.loads(text)[:2]), json.loads(text)[2]),
         )
         head, *made = self.workers.divided(tasks, work, packed)
         parts = tuple(part.record.bytes for part in made), tuple(part.record.checksum for part in made)
         error = math.fsum(part.error for part in made)
         return TableIndex(self.layout, n, d, self.shard_rows, error, self.seen.squares, head.record, *parts)
 
-    def _shard(self, code: RowCode, number: int, kept: PartialTable) -> Part:
+    def _shard(self, code: RowCode, number: int, kept: PartialTable) -> TablePart:
         """One file of rows, written or taken over."""
         first, seen, error = number * self.shard_rows, self.seen, 0.0
         last = min(first + self.shard_rows, self.table.shape[0])
@@ -382,7 +384,7 @@ class _Run:
                 seen.check(start, block, weights)
                 error += writer.add(seen.parting.coordinates(block.to(torch.float32) - seen.mean, weights))
                 self.show(start + len(block))
-            part = Part(writer.finish(), error)
+            part = TablePart(writer.finish(), error)
         kept.put(number, part)
         return part
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.lanes import Ints
-from kflats.numerics.coding.packing import Layout, pack, places_of, read_codes
+from kflats.numerics.coding.packing import PackedLayout, pack, places_of, read_codes
 from kflats.tables.axes import Axes
 from kflats.tables.layout import NAMES, Coordinates, tensor_of
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
@@ -87,9 +87,9 @@ class FastCode:
         return float(self.top) > 0
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> PackedLayout:
         """Where coordinates lie in a row, after its scale."""
-        return Layout(self.bits, torch.zeros(len(self.bits), dtype=torch.int16))
+        return PackedLayout(self.bits, torch.zeros(len(self.bits), dtype=torch.int16))
 
     @cached_property
     def row_bytes(self) -> int:

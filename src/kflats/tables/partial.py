@@ -22,7 +22,7 @@ _FORMAT, _VERSION = "kflats-table-part", 1
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """One finished file of rows, and their squared error."""
 
     record: ShardRecord
@@ -84,16 +84,16 @@ class PartialTable:
         """A table in this code takes so many bytes, which do not suit."""
         write_json(self._rejection, _FORMAT, _VERSION, total=total)
 
-    def get(self, number: int) -> Part | None:
+    def get(self, number: int) -> TablePart | None:
         """Of file ``number``, if it is there and whole: each of its bytes is compared with its checksum."""
         try:
-            part: Part = decode(Part, read_json(self._note(number), _FORMAT, _VERSION, "note"), "note")
+            part: TablePart = decode(TablePart, read_json(self._note(number), _FORMAT, _VERSION, "note"), "note")
             Shard(self.path(number), part.record).check_all()
         except KflatsError:
             return None
         return part
 
-    def put(self, number: int, part: Part) -> None:
+    def put(self, number: int, part: TablePart) -> None:
         """File ``number`` is finished, and at its place."""
         record = {"bytes": part.record.bytes, "checksum": part.record.checksum}
         write_json(self._note(number), _FORMAT, _VERSION, record=record, error=part.error)

@@ -39,7 +39,7 @@ _FAR = 1e4
 
 
 @dataclass(frozen=True)
-class WeightedRows:
+class WeightedTable:
     """The rows (n, d) of a table, and their weights (n,), which may be mapped; None: all are 1."""
 
     rows: JoinedRows
@@ -79,7 +79,7 @@ class WeightedRows:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class TableStatistics:
     """What is known of a table before it is coded: the mean, the weighted sum of squares, a bound of the norms of rows
     less their mean, how rows are parted, a sample of rows ``near`` (m, d), less the mean, with their weights, and the
     ``checksums`` of each ``GRAM_BLOCK`` of rows and their weights."""
@@ -97,7 +97,7 @@ class Statistics:
         """The sample as it is coded."""
         return self.parting.coordinates(self.near, self.weights)
 
-    def coarser(self) -> Statistics:
+    def coarser(self) -> TableStatistics:
         """The same with axes of 8 bits, in whose coordinates a row may be a little longer."""
         axes = self.parting.axes.coarser()
         longer = float(torch.linalg.matrix_norm(axes.analysis.to(torch.float64), 2).max())
@@ -120,7 +120,7 @@ class Statistics:
                 )
 
 
-def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], workers: Workers) -> Statistics:
+def statistics_of(table: WeightedTable, seed: int, show: Callable[[int], None], workers: Workers) -> TableStatistics:
     """The pass over all rows, with one flat.
 
     Args:
@@ -203,18 +203,18 @@ def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], w
     weights = table.weights_of(ids)
     levels = 1 if weights is None else int(halvings(weights, heaviest).max()) + 1
     longest, parting = longest**0.5 + float(mean.norm()), Parting(axes, levels, heaviest)
-    return Statistics(mean, squares, longest, parting, whole - mean, weights, tuple(checksums))
+    return TableStatistics(mean, squares, longest, parting, whole - mean, weights, tuple(checksums))
 
 
 def with_flats(
-    table: WeightedRows,
-    seen: Statistics,
+    table: WeightedTable,
+    seen: TableStatistics,
     flats: int,
     noise: float,
     seed: int,
     show: Callable[[str, int], None],
     workers: Workers,
-) -> Statistics:
+) -> TableStatistics:
     """The same with rows parted into flats, by EM in passes over all rows."""
     n = table.shape[0]
     one = replace(seen.parting, weight_levels=min(seen.parting.weight_levels, MOST_NARROW // flats))

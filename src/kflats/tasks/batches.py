@@ -259,8 +259,8 @@ def task_batches(
             not fit the task; a config without ``pad_token_id`` for tasks of sentences; a tokenizer of another model.
     """
     rows = features(load_examples(task, split, task_data), tokenizer, max_length, limit=limit, model=model, seed=seed)
-    filler = pad_id(tokenizer, model)
-    return [collate(part, filler) for _, part in feature_batches(rows, batch)]
+    padding_id = pad_id(tokenizer, model)
+    return [collate(part, padding_id) for _, part in feature_batches(rows, batch)]
 
 
 def features(
@@ -316,13 +316,13 @@ def text_features(
     return [Feature({"input_ids": row}) for row in tokenize_texts(tokenizer, texts, max_length, model)]
 
 
-def collate(rows: Sequence[Feature], filler: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """One batch, padded at the right: ids with ``filler``, types with 0, labels with -100.
+def collate(rows: Sequence[Feature], padding_id: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """One batch, padded at the right: ids with ``padding_id``, types with 0, labels with -100.
 
     >>> collate([Feature({"input_ids": [5, 6]}, 1), Feature({"input_ids": [7]}, 0)])["attention_mask"].tolist()
     [[1, 1], [1, 0]]
     """
-    batch = padded_batch([row.inputs for row in rows], filler, device)
+    batch = padded_batch([row.inputs for row in rows], padding_id, device)
     labels: list[Any] = [row.labels for row in rows]
     if labels[0] is not None:
         batch["labels"] = (pad(labels, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels)).to(device)

@@ -272,9 +272,9 @@ def score_features(
         KflatsError: outputs that are not finite, or a missing package.
     """
     task = examples.task
-    filler = pad_id(tokenizer, model)
+    padding_id = pad_id(tokenizer, model)
     if task.kind == "language":
-        total, count = _losses(model, rows, filler, batch)
+        total, count = _losses(model, rows, padding_id, batch)
         return {"perplexity": perplexity(total, count)}, count
     places = list(dict.fromkeys(row.place for row in rows))
     true = [examples.labels[i] for i in places]
@@ -286,7 +286,7 @@ def score_features(
         )
         return measure(task.metrics, (first * second).sum(1).tolist(), true), len(places)
     order = torch.tensor(check_head(model, task))
-    outputs = _outputs(model, rows, filler, batch)
+    outputs = _outputs(model, rows, padding_id, batch)
     if task.kind == "regression":
         predicted = [float(output) for output in outputs]
     elif task.kind == "classification":
@@ -361,12 +361,12 @@ def evaluate_folder(
     return TaskReport(scores[0]) if original is None else TaskReport(scores[1], scores[0], timed[1] if timed else None)
 
 
-def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> list[Tensor]:
+def _outputs(model: nn.Module, rows: Sequence[Feature], padding_id: int, batch: int) -> list[Tensor]:
     """Logits of every feature on the CPU, in float32: (labels,) or (tokens, labels), without padding."""
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     with evaluating(model), torch.inference_mode():
         for places, part in feature_batches(rows, batch):
-            inputs = collate(part, filler, device_of(model))
+            inputs = collate(part, padding_id, device_of(model))
             inputs.pop("labels", None)
             logits = model(**inputs).logits.float().cpu()
             check_finite(logits)
@@ -375,12 +375,12 @@ def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int)
     return outputs
 
 
-def _losses(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> tuple[float, int]:
+def _losses(model: nn.Module, rows: Sequence[Feature], padding_id: int, batch: int) -> tuple[float, int]:
     """The sum of the negative log-likelihoods of all labelled tokens, and the number of these tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(model), torch.inference_mode():
         for _, part in feature_batches(rows, batch):
-            inputs = collate(part, filler, device_of(model))
+            inputs = collate(part, padding_id, device_of(model))
             labels = inputs.pop("labels")
             logits, labels = model(**inputs).logits[:, :-1], labels[:, 1:]
             known = labels != IGNORED
@@ -394,7 +394,7 @@ def _costs(
     models: Sequence[nn.Module], tokenizer: Tokenizer, rows: Sequence[Feature]
 ) -> tuple[list[Latency], list[dict[str, Any]]]:
     """The latencies of models that run one batch in turns, and of each model what the batch takes."""
-    filler, device, draws = pad_id(tokenizer, models[0]), device_of(models[0]), torch.Generator().manual_seed(0)
+    padding_id, device, draws = pad_id(tokenizer, models[0]), device_of(models[0]), torch.Generator().manual_seed(0)
     # Of middle length, and the longest of them in every batch: all batches have one shape.
     some = min(len(rows), _TIMED * _TURNS)
     first = (len(rows) - some) // 2
@@ -403,7 +403,7 @@ def _costs(
     def drawn() -> dict[str, Tensor]:
         """Examples of one turn; others in each, because lookups keep rows of tokens that were read."""
         places = torch.randperm(len(others), generator=draws)[: _TIMED - 1].tolist()
-        batch = collate([*(others[place] for place in places), longest], filler, device)
+        batch = collate([*(others[place] for place in places), longest], padding_id, device)
         batch.pop("labels", None)
         return batch
 

@@ -22,8 +22,8 @@ _HEADS = {
     "LMHeadModel": "causal",
     "ForMaskedLM": "masked",
 }
-Kind: TypeAlias = Literal["classification", "regression", "token", "language", "similarity"]
-_WANTED: dict[Kind, tuple[str, ...]] = {
+TaskKind: TypeAlias = Literal["classification", "regression", "token", "language", "similarity"]
+_WANTED: dict[TaskKind, tuple[str, ...]] = {
     "classification": ("sequence",),
     "regression": ("sequence",),
     "token": ("token",),
@@ -66,7 +66,7 @@ class Task:
     """
 
     name: str
-    kind: Kind
+    kind: TaskKind
     metrics: tuple[str, ...]
     labels: tuple[str, ...] = ()
     pairs: bool = True
@@ -77,7 +77,7 @@ class Task:
     def __post_init__(self) -> None:
         check_arguments(
             self,
-            kind=(self.kind in get_args(Kind), f"one of: {', '.join(get_args(Kind))}"),
+            kind=(self.kind in get_args(TaskKind), f"one of: {', '.join(get_args(TaskKind))}"),
             metrics=(isinstance(self.metrics, tuple) and bool(self.metrics), 'names such as ("accuracy",)'),
         )
 
@@ -88,7 +88,7 @@ class Task:
 
 
 def _glue(
-    name: str, metrics: tuple[str, ...], labels: tuple[str, ...], *columns: str, kind: Kind = "classification"
+    name: str, metrics: tuple[str, ...], labels: tuple[str, ...], *columns: str, kind: TaskKind = "classification"
 ) -> Task:
     limits = None if labels else (0.0, 5.0)
     return Task(name, kind, metrics, labels, len(columns) == 2, name, Hub("nyu-mll/glue", name, columns), limits)

@@ -50,7 +50,7 @@ _BLOCK = 384
 
 
 @dataclass(frozen=True)
-class Side:
+class MetricSide:
     """The triangular factor of one side of a metric.
 
     Args:
@@ -65,7 +65,7 @@ class Side:
     couplings: Tensor | None
 
 
-def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bool = True) -> Side:
+def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bool = True) -> MetricSide:
     """The factor of a Gram (k, k), of a diagonal (k,), or of the identity. A Gram of zeros counts as the identity.
 
     Args:
@@ -81,7 +81,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
     """
     natural = torch.arange(size)
     if gram is None:
-        return Side(natural, torch.ones(size, dtype=torch.float64), None)
+        return MetricSide(natural, torch.ones(size, dtype=torch.float64), None)
     gram = gram.detach().to("cpu", torch.float64)
     if not all_finite(gram):
         raise KflatsError("a metric holds NaN or infinity", cause="statistics of a model whose loss is not finite")
@@ -91,7 +91,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
     if not bool(gram.any()):
         return side_of(None, size)
     if gram.ndim == 1 or not _couples(gram):
-        return Side(natural, diagonal.sqrt(), None)
+        return MetricSide(natural, diagonal.sqrt(), None)
     order = torch.argsort(diagonal, stable=True) if ordered else natural
     most_first = order.flip(0)
     mean = float(diagonal.mean())
@@ -106,7 +106,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
             scale = torch.empty(size, dtype=torch.float64)
             scale[most_first] = pivots
             turn_(factor.div_(pivots.unsqueeze(1)))
-            return Side(order, scale, factor.tril_(-1))
+            return MetricSide(order, scale, factor.tril_(-1))
         del factor  # before the next one is made
     raise KflatsError("a metric is no Gram matrix", cause="one of its directions has a negative weight")
 
@@ -185,8 +185,8 @@ class Rounded:
 
 def round_with_feedback(
     matrix: Tensor,
-    rows: Side,
-    columns: Side,
+    rows: MetricSide,
+    columns: MetricSide,
     row_steps: Tensor,
     column_steps: Tensor,
     how: Rounding | PathRounding,
@@ -237,7 +237,7 @@ def round_with_feedback(
 
 
 def _along_paths(
-    matrix: Tensor, rows: Side, columns: Side, row_steps: Tensor, column_steps: Tensor, how: PathRounding
+    matrix: Tensor, rows: MetricSide, columns: MetricSide, row_steps: Tensor, column_steps: Tensor, how: PathRounding
 ) -> Rounded:
     for side in (rows, columns):
         if not torch.equal(side.order, torch.arange(len(side.order))):
@@ -254,7 +254,7 @@ def _along_paths(
     return Rounded(how.symbols(values), seen)
 
 
-def _in_steps(side: Side, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _in_steps(side: MetricSide, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The couplings of a side between errors in these steps."""
     if side.couplings is None:
         return None

@@ -24,7 +24,7 @@ from kflats.numerics.gram import principal_axes
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, TensorRows, slices
 from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
-Block: TypeAlias = tuple[int, int, Tensor]
+RowBlock: TypeAlias = tuple[int, int, Tensor]
 """A class, the first of some rows in it, and their coordinates u (r, m) float32."""
 
 _BLOCK = 4096
@@ -259,7 +259,7 @@ class Frame:
     counts: Tensor
     outside: float
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RowBlock]:
         """All coordinates, class by class."""
         for c, members in enumerate(self.source.members):
             encoder = (self.encoder / float(self.steps[c])).to(torch.float32).T.contiguous()
@@ -269,7 +269,7 @@ class Frame:
                 yield c, start, encoder @ block.T - center
 
     def survey(
-        self, quantizer: Quantizer | None, blocks: Iterable[Block] | None = None, *, keep: bool = False
+        self, quantizer: Quantizer | None, blocks: Iterable[RowBlock] | None = None, *, keep: bool = False
     ) -> tuple[Tally, tuple[Tensor, ...]]:
         """Quantise every row, by a plain dead zone where there is no quantizer yet; and the symbols, if to keep.
 

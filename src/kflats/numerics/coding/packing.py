@@ -19,7 +19,7 @@ _AT_ONCE = 2**22  # integers that are packed at a time
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """How rows of r integers are stored: column j holds ``low[j]`` .. ``low[j] + 2**bits[j] - 1``.
 
     Args:
@@ -29,7 +29,7 @@ class Layout:
     Raises:
         KflatsError: more than 15 bits, or a range that leaves int16.
 
-    >>> Layout(torch.tensor([3, 0, 1], dtype=torch.uint8), torch.tensor([-4, 7, 0], dtype=torch.int16)).row_bytes
+    >>> PackedLayout(torch.tensor([3, 0, 1], dtype=torch.uint8), torch.tensor([-4, 7, 0], dtype=torch.int16)).row_bytes
     1
     """
 
@@ -48,7 +48,7 @@ class Layout:
         return -(-int(self.bits.sum(dtype=torch.int64)) // 8)
 
 
-def layout_of(levels: Tensor) -> Layout:
+def layout_of(levels: Tensor) -> PackedLayout:
     """The smallest layout for all rows of ``levels`` (m, r): bits = ceil(log2(range)) of each column.
 
     A column that never varies gets 0 bits and its value as ``low``.
@@ -58,7 +58,7 @@ def layout_of(levels: Tensor) -> Layout:
     """
     r = levels.shape[1]
     if not len(levels):
-        return Layout(torch.zeros(r, dtype=torch.uint8), torch.zeros(r, dtype=torch.int16))
+        return PackedLayout(torch.zeros(r, dtype=torch.uint8), torch.zeros(r, dtype=torch.int16))
     low, high = (levels.amin(0).to(torch.int64), levels.amax(0).to(torch.int64))
     if r and (int(low.min()) < -32768 or int(high.max() - low.min()) > 32767 or int(high.max()) > 32767):
         raise KflatsError(
@@ -70,10 +70,10 @@ def layout_of(levels: Tensor) -> Layout:
     bits = torch.bucketize(high - low, powers - 1).to(torch.uint8)  # least b with 2^b - 1 >= range
     # A range may not end beyond int16 where its power of two does.
     low = torch.minimum(low, 32768 - (1 << bits.to(torch.int64)))
-    return Layout(bits, low.to(torch.int16))
+    return PackedLayout(bits, low.to(torch.int16))
 
 
-def pack(levels: Tensor, layout: Layout) -> Tensor:
+def pack(levels: Tensor, layout: PackedLayout) -> Tensor:
     """(m, r) integers as (m, row_bytes) uint8. Exact: ``unpack(pack(x, layout), layout) == x``.
 
     Raises:
@@ -86,7 +86,7 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     return packed
 
 
-def _packed(levels: Tensor, layout: Layout) -> Tensor:
+def _packed(levels: Tensor, layout: PackedLayout) -> Tensor:
     # Columns first: a column is then one contiguous block, which is checked, shifted and added as a whole.
     outside = False
     if levels.dtype != torch.int16 and levels.numel():
@@ -111,7 +111,7 @@ def _packed(levels: Tensor, layout: Layout) -> Tensor:
     return packed[: layout.row_bytes].T
 
 
-def unpack(packed: Tensor, layout: Layout) -> Tensor:
+def unpack(packed: Tensor, layout: PackedLayout) -> Tensor:
     """(m, row_bytes) uint8 as (m, r) int16, a transposed view: columns are contiguous."""
     starts, shifts, masks = places_of(layout.bits)
     codes = read_codes(packed, starts, shifts, masks)
