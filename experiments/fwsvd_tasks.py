@@ -2,6 +2,7 @@
 plain SVD at every rank ratio without fine-tuning, and above it or near the original after fine-tuning.
 
     python experiments/fwsvd_tasks.py --resume                                             # tables 1 to 3
+    python experiments/fwsvd_tasks.py --tasks conll2003,sst2 --resume                      # a page of their own
     python experiments/fwsvd_tasks.py --ratios 10,20,33,45,60 --epochs 0 --tasks cola,stsb --resume      # figure 5
     python experiments/fwsvd_tasks.py --source shared --paths task --tasks cola,stsb --resume        # shared parameters
     python experiments/fwsvd_tasks.py --source bert-base-uncased --lr 2e-5 --task-data hub \
@@ -36,6 +37,7 @@ from kflats.recipe.budget import Allocation
 OWN: dict[str, Any] = {"ratios": "33", "epochs": 3, "samples": 512, "paths": "task,generic"}
 OWN |= TRAINING
 QUICK: dict[str, Any] = {"tasks": "sst2", "seeds": "0,1", "epochs": 1, "samples": 64, "lr": 2e-3}
+TASKS = ("cola", "mrpc", "rte", "stsb")
 TITLE = "Linear layers factorized under Fisher information: scores of tasks"
 NONE = "no compression"
 
@@ -75,6 +77,12 @@ class Factorized(TaskExperiment):
         super().__init__(asked)
         self.ratios = self.own.ratios.split(",")
         self.recipe = {"samples": self.own.samples}
+
+    @property
+    def page(self) -> str:
+        """As for other experiments; other tasks than the usual ones have a page of their own."""
+        others = self.asked.tasks if set(self.asked.tasks) - set(TASKS) and not self.asked.quick else ()
+        return "_".join([super().page, *others])
 
     def from_task(self, model: TaskModel, way: Way | None, keep: str) -> Scores:
         """Compress the trained model (or not), judge, train, judge."""
@@ -176,7 +184,7 @@ def _ratios(runs: list[Run]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Factorized(quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))))
+    conduct(Factorized(quick(asked_for(__doc__, ",".join(TASKS), OWN, argv=argv, quick=QUICK))))
 
 
 if __name__ == "__main__":

@@ -100,9 +100,8 @@ def tiny(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("float16", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow), "T5"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "T5"])
 def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
     """The last weight gets the bytes that the file's own header leaves. In T5 its code is as fine as codes get."""
     source = tiny(kind, tmp_path / "source")
