@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import narrow, row_lengths, row_space, too_different
-from kflats.numerics.robust_svd import Ellipsoid, Iterate, Lewis, check_extreme, iterate, no_axes, sweep
+from kflats.numerics.robust_svd import Ellipsoid, Lewis, LewisState, check_extreme, iterate, no_axes, sweep
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, checked_rows
 
 _LOST = 1e-13  # of a sketch's largest singular value: below, only rounding is left of a direction
@@ -129,7 +129,7 @@ class LewisSample:
         lengths = row_lengths(rows)
         if not bool(lengths.any()):
             return no_axes(rows, p)
-        state = Iterate(torch.zeros_like(lengths), self._sampled(rows, p, lengths, count).whitening, lengths)
+        state = LewisState(torch.zeros_like(lengths), self._sampled(rows, p, lengths, count).whitening, lengths)
         if state.whitening.shape[1] < rows.shape[1]:
             true = row_space(rows, torch.ones_like(lengths), lengths).shape[1]
             if true > state.whitening.shape[1]:
@@ -139,7 +139,7 @@ class LewisSample:
                     hint="raise rows_per_column, or use Lewis()",
                 )
         swept = sweep(rows, p, state, rows.dtype)
-        state = Iterate(swept.log_weights, state.whitening @ swept.turn, lengths)
+        state = LewisState(swept.log_weights, state.whitening @ swept.turn, lengths)
         return iterate(rows, p, Lewis(iterations=1), state)
 
     def _sampled(self, rows: Rows, p: float, lengths: Tensor, count: int) -> Ellipsoid:

@@ -128,6 +128,7 @@ def test_medians_leave_out_rows_of_no_weight_and_keep_the_floor():
 def test_stages_end_with_the_loss_and_begin_convex():
     assert Power(1).stages() == (Power(1),)
     assert Huber(2.0).stages() == (Huber(2.0),)
+    assert Power(2).stages() == (Squared(),)
     for loss in (Truncated(1.0), Power(0.5), Huber(1.0, "median")):
         assert loss.stages() == (Power(1), loss)
     assert Truncated(1.0, "median").is_relative

@@ -91,7 +91,7 @@ def test_every_layer_at_once(case: Architecture, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "small")
     loaded = load_exactly(case.language_model, tmp_path / "small")
     assert_same(loaded, model)
-    gained = {name for name, layer in factored_layers(loaded) if getattr(layer, "gained_bias", False)}
+    gained = {name for name, layer in factored_layers(loaded) if layer.gained_bias}
     assert gained <= set(lacking)
 
     base = AutoModel.from_pretrained(tmp_path / "small").eval()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
 from kflats.calibration.counting import BLOCK
-from kflats.calibration.hooks import ALONE, ActivationRecorder, SampleAxis, find_layouts, frozen, places
+from kflats.calibration.hooks import ALONE, ActivationRecorder, SampleLayout, find_layouts, frozen, places
 from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
@@ -260,7 +260,7 @@ class Job:
             return losses
 
         self._first = first
-        self._layouts: dict[int, SampleAxis] = {}
+        self._layouts: dict[int, SampleLayout] = {}
         self._whole = self._joined = False
         try:
             self._layouts = find_layouts(model, weights, first, forward)

@@ -3,8 +3,8 @@
 The parameters are frozen while the hooks run. Backward then computes gradients of activations only: two thirds of the
 usual work, and no memory for gradients of weights.
 
-The axis of a layer's activations that holds the samples, its ``SampleAxis``, is found by running a model on two samples
-and on three.
+The axis of a layer's activations that holds the samples, its ``SampleLayout``, is found by running a model on two
+samples and on three.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kflats.numerics.statistics import wide
 
 
 @dataclass(frozen=True)
-class SampleAxis:
+class SampleLayout:
     """The place of the samples in an activation: axis 0, with ``rows`` rows of each sample one after another.
 
     ``rows`` is 0 if a sample has as many rows as the batch's text has positions, and None if the samples cannot be told
@@ -53,7 +53,7 @@ class SampleAxis:
         return self.rows is not None and x.ndim > 0 and x.shape[0] == samples * (self.rows or text_length(batch))
 
 
-ALONE = SampleAxis(None)
+ALONE = SampleLayout(None)
 _COLUMNS = 32  # of an input, by which runs of a model are compared
 
 
@@ -89,7 +89,7 @@ def entering(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
 
 def find_layouts(
     model: nn.Module, weights: Sequence[Weight], batch: Batch, forward: Callable[[dict[str, BatchValue]], ModelOutput]
-) -> dict[int, SampleAxis]:
+) -> dict[int, SampleLayout]:
     """The layout of each layer's input, by module id, found by running the model on two samples and on three.
 
     The third sample repeats the second. If axis 0 grows by half, it holds samples. Otherwise, or if the numbers differ
@@ -123,7 +123,7 @@ def find_layouts(
         and all(len(ids) == 1 and ids.ndim == 2 for ids in runs[0][key])
     }
     if shared and _same_when_repeated(shared.values(), take(batch, torch.tensor([0, second])), forward):
-        layouts |= dict.fromkeys(shared, SampleAxis(1, repeated=True))
+        layouts |= dict.fromkeys(shared, SampleLayout(1, repeated=True))
     return layouts
 
 
@@ -161,18 +161,18 @@ def _same_when_repeated(
     return before.shape == after.shape and _alike(before, after)
 
 
-def _layout(two: list[Tensor], three: list[Tensor], role: str, length: int) -> SampleAxis:
+def _layout(two: list[Tensor], three: list[Tensor], role: str, length: int) -> SampleLayout:
     layouts = {_rows(a, b, role, length) for a, b in zip(two, three, strict=False)}
     return layouts.pop() if len(two) == len(three) and len(layouts) == 1 else ALONE
 
 
-def _rows(a: Tensor, b: Tensor, role: str, length: int) -> SampleAxis:
+def _rows(a: Tensor, b: Tensor, role: str, length: int) -> SampleLayout:
     """The layout of a layer's input, which is ``a`` for two samples and ``b`` for three."""
     axes = 1 if role in ("embedding", "conv2d") else 2
     if min(a.ndim, b.ndim) < axes or a.shape[1:] != b.shape[1:] or 2 * len(b) != 3 * len(a):
         return ALONE
     rows = len(a) // 2
-    return SampleAxis(0 if rows == length > 1 else rows) if rows and _alike(a, b[: len(a)]) else ALONE
+    return SampleLayout(0 if rows == length > 1 else rows) if rows and _alike(a, b[: len(a)]) else ALONE
 
 
 def text_length(batch: Batch) -> int:
@@ -305,7 +305,7 @@ class ActivationRecorder:
         weights: Sequence[Weight],
         on_input: Callable[[LayerCall, Tensor], None],
         on_gradients: Callable[[str, list[LayerCall]], None],
-        layouts: Mapping[int, SampleAxis],
+        layouts: Mapping[int, SampleLayout],
         gradients: frozenset[str],
         one_sample: bool = False,
     ) -> None:

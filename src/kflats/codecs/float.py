@@ -60,7 +60,7 @@ class Float(Codec):
             if cost < table.nbytes:  # values that overflow the type make the error infinite: no candidate
                 whole = method.fit(Problem(table.rows, cost, kind.itemsize, table.weighting)).matrix.to(kind)
                 error = weighted_error(table.rows, whole, table.weighting, table.total).error
-                yield Candidate(method, self, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}")
+                yield Candidate(method, self, cost, error, f"all numbers in {dtype_name(kind)}")
             return
         errors = method.errors(table.rows, table.weighting, table.spectrum)
         for rank in range(1, _ranks_in_range(table, torch.finfo(kind).max) + 1):

@@ -27,5 +27,8 @@ def dtype_of(name: str) -> torch.dtype:
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise KflatsError(f"{name[:40]!r} is not a type of numbers", cause="a damaged or hand-edited file")
+        raise KflatsError(
+            f"{name[:40]!r} is not a type of numbers",
+            cause="a damaged or hand-edited file, or one of another version of torch",
+        )
     return found

@@ -55,8 +55,8 @@ class HoldsMatrix(ABC):
         return settings
 
     @abstractmethod
-    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
-        """The type of the table that the layer stands for, in a model that computes in ``computed``."""
+    def table_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The type of the table that the layer stands for, in a model that computes in ``model_dtype``."""
 
     @abstractmethod
     def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
@@ -314,7 +314,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
         """As for other layers, with the padding row and the scale."""
         return super().settings() | {"padding_idx": self.padding_idx, "scale": self.scale}
 
-    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+    def table_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """That of the rows."""
         return self.out_dtype or self.matrix.weight.dtype
 
@@ -419,9 +419,9 @@ class FactoredLinear(_Multiplies, nn.Module):
         shell = self.__dict__.get("_shell")
         return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
 
-    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+    def table_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """That of the bias, where there is one."""
-        return computed if self.bias is None else self.bias.dtype
+        return model_dtype if self.bias is None else self.bias.dtype
 
     def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
         """As for other layers. Conv1D stores M, and torch's linear layers store M.T."""
@@ -490,9 +490,9 @@ class FactoredHead(_Multiplies, nn.Module):
         """As for other layers."""
         return "head"
 
-    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+    def table_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """That of the model; the table itself is the embedding's."""
-        return computed
+        return model_dtype
 
     def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
         """As for other layers: the vocabulary may have been resized."""
@@ -606,9 +606,9 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         """As for other layers, with the shape of the kernel."""
         return super().settings() | {"kernel": [self.in_channels, *self.kernel_size]}
 
-    def table_dtype(self, computed: torch.dtype) -> torch.dtype:
+    def table_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """That of the bias, where there is one."""
-        return computed if self.bias is None else self.bias.dtype
+        return model_dtype if self.bias is None else self.bias.dtype
 
     def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
         """As for other layers. torch stores M.T, with the numbers of a patch on axes of their own."""

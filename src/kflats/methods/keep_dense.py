@@ -11,7 +11,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import DenseMatrix
-from kflats.methods.protocol import Factored, Geometry, Method, Problem, refuse_bytes
+from kflats.methods.protocol import Factored, Method, Problem, Produces, refuse_bytes
 from kflats.methods.svd import SVD
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
@@ -26,7 +26,7 @@ class KeepDense(Method):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "left", "right"})
-    produces: ClassVar[Geometry] = "dense"
+    produces: ClassVar[Produces] = "dense"
 
     def _fit(self, problem: Problem) -> Factored:
         least = self.cost(problem.rows.shape, 0, problem.itemsize)
@@ -62,7 +62,7 @@ class Auto(Method):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "left", "right"})
-    produces: ClassVar[Geometry] = "choice"
+    produces: ClassVar[Produces] = "choice"
 
     def _fit(self, problem: Problem) -> Factored:
         raise KflatsError("Auto() cannot fit rows", hint="another method")

@@ -122,8 +122,8 @@ def refuse_bytes(problem: Problem, least: int, what: str) -> KflatsError:
     )
 
 
-Geometry = Literal["pair", "clusters", "dense", "choice"]
-"""The product of a method: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
+Produces = Literal["pair", "clusters", "dense", "choice"]
+"""What a method makes: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
 because the method is a choice between recipes."""
 
 
@@ -138,8 +138,8 @@ class Method(Protocol):
     accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
     """The kinds of weighting that the method takes: "rows" (row weights), "left" (a metric that couples rows), "right"
     (a metric of columns)."""
-    produces: ClassVar[Geometry]
-    """The product of the method."""
+    produces: ClassVar[Produces]
+    """What the method makes."""
     prefix_optimal: ClassVar[bool] = False
     """Whether the first r coordinates of a fit of a higher rank are the fit of rank r."""
 
@@ -249,7 +249,7 @@ class Method(Protocol):
 class PairMethod(Method, Protocol):
     """A method that makes one low-rank pair, r (n + d) numbers; it implements ``_pair``."""
 
-    produces: ClassVar[Geometry] = "pair"
+    produces: ClassVar[Produces] = "pair"
 
     def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int, *, free_labels: bool = False) -> int:
         """The largest rank that ``nbytes`` hold, 0 if there is none."""
@@ -275,7 +275,7 @@ class PairMethod(Method, Protocol):
 class ClusterMethod(Method, Protocol):
     """A method that gives every row to one of ``k`` flats; it implements ``_fit``."""
 
-    produces: ClassVar[Geometry] = "clusters"
+    produces: ClassVar[Produces] = "clusters"
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Stored bytes where all flats have ``rank``, labels included."""

@@ -357,7 +357,7 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
         return  # a dense kernel has four dimensions, and the tensor of a dense matrix is the table
     n, d = layer.matrix.shape
     # Conv1D stores M, and torch's linear layers store M.T. A matrix with output neurons as rows is M.T already.
-    turned = layer.role != "embedding" and (layer.role == "linear") == (layer.matrix_rows == "in_features")
+    turned = layer.role in ("linear", "conv1d") and (layer.role == "linear") == (layer.matrix_rows == "in_features")
     dense = (d, n) if turned else (n, d)
     if tuple(layer.matrix.weight.shape) == dense:
         raise KflatsError(

@@ -71,7 +71,8 @@ class _Loss(ABC):
 
     @abstractmethod
     def stages(self) -> tuple[Loss, ...]:
-        """The losses to fit one after the other, each from where the one before ended; the last is this one.
+        """The losses to fit one after the other, each from where the one before ended; the last has the values of this
+        one.
 
         Losses that are not convex in t, and thresholds in medians, begin with ``Power(1)``.
 
@@ -100,7 +101,7 @@ class _Loss(ABC):
         """Refuse a threshold within which no row lies, so that no row has a weight.
 
         Args:
-            weights: (n,) those of rows. norms2: (n,) their squared norms.
+            weights: (n,) of the rows. norms2: (n,) squared row norms.
 
         Raises:
             KflatsError: all weights are 0, and some norms are not.
@@ -122,16 +123,16 @@ class Squared(_Loss):
 
     @property
     def degree(self) -> float:
-        """2."""
+        """2: a square."""
         return 2.0
 
     @property
     def is_squared(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def stages(self) -> tuple[Loss, ...]:
-        """One."""
+        """This loss alone."""
         return (self,)
 
     def rho(self, dist2: Tensor) -> Tensor:
@@ -174,11 +175,11 @@ class Power(_Loss):
 
     @property
     def is_squared(self) -> bool:
-        """Where q is 2."""
+        """True for q = 2."""
         return self.q == 2
 
     def stages(self) -> tuple[Loss, ...]:
-        """Below q = 1 begun with ``Power(1)``; q = 2 is fitted as ``Squared()``."""
+        """For q < 1 ``Power(1)`` comes first; q = 2 is fitted as ``Squared()``."""
         if self.is_squared:
             return (Squared(),)
         return (Power(1.0), self) if self.q < 1 else (self,)
@@ -222,7 +223,7 @@ class _Thresholded(_Loss):
 
     @property
     def is_relative(self) -> bool:
-        """Where the unit is medians."""
+        """True for a threshold in medians."""
         return self.unit == "median"
 
     def absolute(self, dist2: Tensor, norms2: Tensor | None = None, weights: Tensor | None = None) -> Self:
@@ -264,11 +265,11 @@ class Huber(_Thresholded):
 
     @property
     def degree(self) -> float:
-        """2."""
+        """2: a square."""
         return 2.0
 
     def stages(self) -> tuple[Loss, ...]:
-        """A threshold in medians begins with ``Power(1)``."""
+        """For a threshold in medians ``Power(1)`` comes first."""
         return (Power(1.0), self) if self.is_relative else (self,)
 
     def rho(self, dist2: Tensor) -> Tensor:
@@ -299,11 +300,11 @@ class Truncated(_Thresholded):
 
     @property
     def degree(self) -> float:
-        """1."""
+        """1: a distance."""
         return 1.0
 
     def stages(self) -> tuple[Loss, ...]:
-        """Begun with ``Power(1)``."""
+        """``Power(1)`` comes first."""
         return (Power(1.0), self)
 
     def check_reach(self, weights: Tensor, norms2: Tensor) -> None:

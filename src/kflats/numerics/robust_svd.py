@@ -167,7 +167,7 @@ def no_axes(rows: Rows, p: float) -> Ellipsoid:
 
 
 @dataclass(frozen=True)
-class Iterate:
+class LewisState:
     """Weights by their logarithm (n,), -inf for rows of zeros; L (d, r) with L'QL = I; the rows' ``lengths`` (n,)."""
 
     log_weights: Tensor
@@ -175,7 +175,7 @@ class Iterate:
     lengths: Tensor
 
 
-def _start(rows: Rows, p: float, lengths: Tensor) -> Iterate:
+def _start(rows: Rows, p: float, lengths: Tensor) -> LewisState:
     """w = |a|^p, right if rows point everywhere alike and p < 2; else w = 1, which is exact for n = r."""
     few = int((lengths > 0).sum()) <= rows.shape[1]
     log_w = (0.0 if few or p > 2 else p) * torch.log(torch.where(lengths > 0, lengths / lengths.max(), 1.0))
@@ -183,10 +183,10 @@ def _start(rows: Rows, p: float, lengths: Tensor) -> Iterate:
     factors = torch.where(log_w > -math.inf, ((0.5 - 1 / p) * log_w).exp(), 0.0)  # w^(1/2 - 1/p): of rows in Q
     whitening = row_space(rows, factors, lengths)
     shift = math.log(whitening.shape[1]) - float(torch.logsumexp(log_w, 0))
-    return Iterate(log_w + shift, whitening * math.exp((1 / p - 0.5) * shift), lengths)
+    return LewisState(log_w + shift, whitening * math.exp((1 / p - 0.5) * shift), lengths)
 
 
-def iterate(rows: Rows, p: float, settings: Lewis, state: Iterate) -> Ellipsoid:
+def iterate(rows: Rows, p: float, settings: Lewis, state: LewisState) -> Ellipsoid:
     """Fixed-point iterations from ``state`` until the certificate says so; the best certified ellipsoid of them."""
     r = state.whitening.shape[1]
     limit = abs(1 - p / 2) * math.log(r)
@@ -208,7 +208,7 @@ def iterate(rows: Rows, p: float, settings: Lewis, state: Iterate) -> Ellipsoid:
         converged = excess <= math.log1p(settings.tolerance)
         if converged or last:
             break
-        state = Iterate(swept.log_weights, state.whitening @ swept.turn, state.lengths)
+        state = LewisState(swept.log_weights, state.whitening @ swept.turn, state.lengths)
     return replace(_certified(best, p, least, tuple(bounds), converged), weights=weights.exp())
 
 
@@ -223,7 +223,7 @@ class Swept:
 
 
 def sweep(
-    rows: Rows, p: float, state: Iterate, dtype: torch.dtype, damping: float = 1.0, *, last: bool = False
+    rows: Rows, p: float, state: LewisState, dtype: torch.dtype, damping: float = 1.0, *, last: bool = False
 ) -> Swept:
     """One pass: certify ``state``, form the next weights w^(1-t) (tau^(p/2))^t, t = ``damping``, and their Gram.
 
@@ -266,7 +266,7 @@ def _log_rho(log_weights: Tensor, log_tau: Tensor, p: float, r: int) -> float:
     return max(float((p / 2 * log_tau[alive] - log_weights[alive]).max()), 0.0)
 
 
-def _certified(state: Iterate, p: float, log_rho: float, bounds: tuple[float, ...], converged: bool) -> Ellipsoid:
+def _certified(state: LewisState, p: float, log_rho: float, bounds: tuple[float, ...], converged: bool) -> Ellipsoid:
     """Q scaled so that the left inequality holds: rho^(-(2-p)/p^2) for p <= 2, S^(1/p - 1/2) for p > 2."""
     left, lengths, _ = torch.linalg.svd(state.whitening, full_matrices=False)
     r = len(lengths)

@@ -165,8 +165,8 @@ def recover_(
         task_data, split, max_length, limit: as ``kflats.task_batches``.
         eval_split: the split that decides which epoch is kept (for batches: other batches, whose mean loss
             decides); None: the last epoch is kept. The score on the split that chose the epoch is too high.
-        teacher: the original, which is moved to the model's device; for it, ``temperature`` and
-            ``labels_weight`` see ``kflats.recover.problem.TrainingObjective``.
+        teacher: the original, which is moved to the model's device; it, ``temperature`` and
+            ``labels_weight`` are those of ``kflats.recover.problem.TrainingObjective``.
         train: "all", "bases", "coordinates" or "factors" (both).
         lr, batch, epochs: settings of the optimisation (``kflats.recover.problem.Schedule``).
         patience: number of epochs without a better value after which training stops; None: never.

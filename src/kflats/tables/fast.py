@@ -87,14 +87,14 @@ class FastCode:
         return float(self.top) > 0
 
     @cached_property
-    def layout(self) -> PackedLayout:
+    def packed_layout(self) -> PackedLayout:
         """Where coordinates lie in a row, after its scale."""
         return PackedLayout(self.bits, torch.zeros(len(self.bits), dtype=torch.int16))
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes a row."""
-        return self.layout.row_bytes + self.scaled
+        return self.packed_layout.row_bytes + self.scaled
 
     @cached_property
     def _live(self) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ class FastCode:
     def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
         """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
         labels, codes, _, lost = self._rounded(rows)
-        return torch.cat([*labels, pack(codes.to(torch.int32), self.layout)], dim=1), float(lost.sum())
+        return torch.cat([*labels, pack(codes.to(torch.int32), self.packed_layout)], dim=1), float(lost.sum())
 
     def _rounded(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Labels of scales; integers (m, r); coordinates in largest values of their columns; their squared errors."""
