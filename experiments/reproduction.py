@@ -195,7 +195,7 @@ def same_size(results: Path) -> str:
 TASKS = "python experiments/messi_tasks.py --resume"
 LENET = "python experiments/messi_lenet.py --resume"
 VGG = "python experiments/messi_vgg.py --resume"
-FWSVD = "python experiments/fwsvd_tasks.py --resume"
+FWSVD = "python experiments/fwsvd_tasks.py --resume; python experiments/fwsvd_tasks.py --tasks conll2003,sst2 --resume"
 GROUPS = "python experiments/fwsvd_groups.py --resume"
 SIZES = ("80%", "60%", "40%")
 MESSI = [

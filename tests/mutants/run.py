@@ -137,9 +137,14 @@ def _statement(body: list[ast.stmt], number: int) -> ast.stmt | None:
 def add_probes(mutants: list[Mutant | None], tree: Path) -> None:
     """Puts a probe before the statement of each mutant (before the first statement of the function for defaults)."""
     by_file: dict[Path, list[tuple[int, int]]] = defaultdict(list)
+    lost = []
     for index, mutant in enumerate(mutants):
         if place := place_of(mutant, tree):
             by_file[place[0]].append((index, place[1]))
+        elif mutant is not None:
+            lost.append(index)
+    if lost:
+        raise SystemExit(f"no line of this tree is that of the mutants {lost}: say in carried.json what became of them")
     for file, numbers in by_file.items():
         text = file.read_text()
         lines = text.split("\n")
