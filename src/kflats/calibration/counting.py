@@ -76,7 +76,7 @@ def zipf_prior(tokenizer: Tokenizer, rows: int) -> Tensor:
         )
     special = {int(i) for i in tokenizer.all_special_ids}
     always = special & set(tokenizer(["a"], verbose=False)["input_ids"][0])
-    prior = torch.zeros(rows, dtype=torch.float64)
+    prior = [0.0] * rows
     rank = 0
     for row, name in enumerate(names):
         if row in always:
@@ -95,9 +95,10 @@ def zipf_prior(tokenizer: Tokenizer, rows: int) -> Tensor:
                 prior[row] = _share(rank)
             elif len(bare) == 1 and bare.isascii() and not name.startswith("##"):
                 prior[row] = _share(32)
-    if not any(prior[row] > 0 for row in range(rows) if row not in special):
+    if not any(share > 0 for row, share in enumerate(prior) if row not in special):
         raise KflatsError("the tokenizer's vocabulary has no words", hint="Uniform()")
-    return prior / prior.sum()
+    shares = torch.tensor(prior, dtype=torch.float64)
+    return shares / shares.sum()
 
 
 def _share(rank: int) -> float:

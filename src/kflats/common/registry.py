@@ -11,8 +11,10 @@ The entry point's name is what the command line calls it, and the class's own na
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Generic, TypeVar
 
@@ -100,7 +102,13 @@ class Registry(Generic[T]):
 
 def announced(axis: str) -> EntryPoints:
     """The entry points by which other packages announce methods, importances or codecs; nothing is imported."""
-    return entry_points(group=f"kflats.{axis}s")
+    return _entry_points(f"kflats.{axis}s", tuple(sys.path))
+
+
+@lru_cache(maxsize=16)
+def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Read once for each ``sys.path``: it opens a file of every installed package, and each weight asks."""
+    return entry_points(group=group)
 
 
 def unknown(axis: str, name: str, known: Iterable[str]) -> KflatsError:
