@@ -337,6 +337,15 @@ def count(path: Path, kind: str) -> int:
     return sum(node.op_type == kind for node in onnx.load(path).graph.node)
 
 
+def optimized(path: Path) -> list[str]:
+    """The operators that onnxruntime makes of a file on the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(path.with_suffix(".optimized"))
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+
+
 def test_dense_layers_multiply_exact_integers(tmp_path: Path) -> None:
     """Inputs that are whole multiples of a token's step lose nothing; neither do weights on the grid of an output."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -462,13 +471,19 @@ def test_what_several_layers_read_is_rounded_once(tmp_path: Path) -> None:
         assert float((run(made.path, x) - model(x)).norm()) < 0.03 * float(model(x).norm())
 
 
+def test_the_runtime_scales_sums_of_integers_as_it_writes_them(tmp_path: Path) -> None:
+    model = Reads(nn.Linear(16, 24), nn.Linear(24, 17), nn.Linear(17, 3))  # 17 outputs are cut from 32
+    made = in_integers(model, tmp_path, torch.randn(2, 3, 16))
+    kinds = optimized(made.path)
+    assert kinds.count("MatMulIntegerToFloat") == 3
+    assert "MatMulInteger" not in kinds
+    assert kinds.count("Size") == 1  # of the factor that it cannot compute beforehand
+
+
 def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
     model, x = Reads(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 5), nn.GELU("tanh")), torch.randn(3, 4, 8)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
-    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    kinds = optimized(made.path)
     assert [kind for kind in kinds if "Gelu" in kind] == ["Gelu"]  # BiasGelu takes longer than the two alone
     assert kinds.count("Tanh") == 1  # of the other kind, which it computes step by step
     with torch.no_grad():
@@ -555,10 +570,7 @@ class Normed(nn.Module):
 def test_the_runtime_does_not_fuse_sums_with_norms(tmp_path: Path) -> None:
     model, x = Normed(), torch.randn(2, 3, 16)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
-    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    kinds = optimized(made.path)
     assert "SkipLayerNormalization" not in kinds
     assert kinds.count("LayerNormalization") == 1
     with torch.no_grad():

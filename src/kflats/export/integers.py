@@ -2,12 +2,13 @@
 
 For each token x, with the integers K, steps b and scales s of the run-time form int8 (``kflats.matrices.running``):
 
-    a = max |x s| / 127,      y = a b (round(x s / a) K),      |K| <= 63
+    a = max |x s|,      y = a (b / 127 (round(127 x s / a) K)),      |K| <= 63
 
-onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(x s / a) + 128, with
-128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add pairs of
-such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its relatives). The
-largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With integers up to 127 it could be 64770.
+onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(127 x s / a) + 128,
+with 128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add
+pairs of such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its
+relatives). The largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With integers up to 127 it could
+be 64770.
 
 On CPUs with AMX onnxruntime 1.21 to 1.24 computes wrong sums of matrices whose number of outputs is no multiple of 16
 (github.com/microsoft/onnxruntime/issues/26324 shows it for a convolution), unless there are at most 16. Such matrices
@@ -33,6 +34,7 @@ from kflats.model.weights import Weight, dense_weight, factored_layers, find_wei
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
 _MIDDLE = 128
+_STEP = 1.0 / INPUT_LIMIT
 _OUTPUTS = 16
 _LEAST = 1e-30
 _SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
@@ -41,8 +43,8 @@ _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 
 @torch.library.custom_op("kflats::rounded", mutates_args=())
 def rounded(rows: Tensor) -> Tensor:
-    """uint8, ``rows`` up to 127 rounded, and 128 more. In a file: QuantizeLinear."""
-    return (rows.nan_to_num().round().clamp(-_MIDDLE, INPUT_LIMIT) + _MIDDLE).to(torch.uint8)
+    """uint8, 127 times ``rows`` up to 1, rounded, and 128 more. In a file: QuantizeLinear."""
+    return ((rows.nan_to_num() / _STEP).round().clamp(-_MIDDLE, INPUT_LIMIT) + _MIDDLE).to(torch.uint8)
 
 
 @rounded.register_fake
@@ -71,7 +73,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
 
     def quantized(rows: object) -> object:
         # Not with the sizes as steps along an axis, which would save the division: OpenVINO 2026.4 does not read that.
-        return op.QuantizeLinear(rows, op.Constant(value_float=1.0), middle())
+        return op.QuantizeLinear(rows, op.Constant(value_float=_STEP), middle())
 
     def product(whole: object, numbers: object) -> object:
         return op.Cast(op.MatMulInteger(whole, numbers, middle()), to=_FLOAT)
@@ -105,6 +107,7 @@ class Joint:
     def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
         self.products, self.scales = products, scales
         self._numbers = [_whole_tiles(product.numbers) for product in products]
+        self._steps = [_whole_tiles(product.steps * _STEP) for product in products]
         self._read: Tensor | None = None
         self._version: int | None = None
         self._rounded: tuple[Tensor, Tensor]
@@ -117,21 +120,22 @@ class Joint:
             rows = x if self.scales is None else x * self.scales
             largest = torch.maximum(rows.amax(-1, keepdim=True), -rows.amin(-1, keepdim=True))
             # onnxruntime's maximum skips NaN, its sum does not. A row of zeros gives 0 / 0, and any integer times 0.
-            sizes = largest / INPUT_LIMIT + rows.sum(-1, keepdim=True) * 0.0
+            sizes = largest + rows.sum(-1, keepdim=True) * 0.0
             self._read, self._version = x, version
             self._rounded = rounded(rows / sizes), sizes
         whole, sizes = self._rounded
-        product = self.products[index]
-        sums = integer_matmul(whole, self._numbers[index])
-        if sums.shape[-1] > len(product.steps):
-            sums = sums[..., : len(product.steps)]
-        out: Tensor = sums * sizes * product.steps
+        # The steps first: onnxruntime multiplies by them as it writes the sums.
+        products = integer_matmul(whole, self._numbers[index]) * self._steps[index]
+        outputs = len(self.products[index].steps)
+        if products.shape[-1] > outputs:
+            products = products[..., :outputs]
+        out: Tensor = products * sizes
         return out
 
 
 def _whole_tiles(numbers: Tensor) -> Tensor:
-    """``(in, out)`` with outputs of zeros behind them, where their number asks for it."""
-    missing = -numbers.shape[1] % _OUTPUTS if numbers.shape[1] > _OUTPUTS else 0
+    """``(..., out)`` with outputs of zeros behind them, where their number asks for it."""
+    missing = -numbers.shape[-1] % _OUTPUTS if numbers.shape[-1] > _OUTPUTS else 0
     return numbers if missing == 0 else torch.nn.functional.pad(numbers, (0, missing))
 
 

@@ -292,6 +292,7 @@ def _record(graph: _Graph, path: Path) -> None:
                 fold_constants(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
                 remove_unused_nodes(program.model)
             _sum_unfused_(program.model.graph)
+            _scale_in_products_(program.model.graph)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.model.metadata_props[VERSION_KEY] = version()
             program.save(str(path))
@@ -323,6 +324,37 @@ def _sum_unfused_(graph: Any) -> None:
         # Sum takes no integers.
         if added is not None and added.op_type == "Add" and read.dtype is not None and read.dtype.is_floating_point():
             added.op_type = "Sum"
+
+
+def _scale_in_products_(graph: Any) -> None:
+    """Multiply the steps of outputs by a one that is known when the graph runs: an input has as many numbers as it has.
+
+    onnxruntime multiplies sums of integers by two scales in the pass that writes them (MatMulIntegerToFloat) where it
+    finds a product of both. A product of constants it computes beforehand, and finds none.
+    """
+    from onnx_ir import DataType, node
+
+    scaled = [(mul, place) for mul in graph if mul.op_type == "Mul" and (place := _cast_sums(mul)) is not None]
+    if scaled:
+        size = node("Size", [graph.inputs[0]])
+        equal = node("Equal", [size.outputs[0], size.outputs[0]])
+        one = node("Cast", equal.outputs, {"to": DataType.FLOAT})
+        graph.insert_before(graph[0], [size, equal, one])
+    for mul, place in scaled:
+        steps = node("Mul", [one.outputs[0], mul.inputs[1 - place]])
+        graph.insert_before(mul, steps)
+        mul.replace_input_with(1 - place, steps.outputs[0])
+
+
+def _cast_sums(node: Any) -> int | None:
+    """The input of ``node`` that is sums of integers, as floats."""
+    for place, read in enumerate(node.inputs):
+        cast = read.producer()
+        if cast is not None and cast.op_type == "Cast":
+            sums = cast.inputs[0].producer()
+            if sums is not None and sums.op_type == "MatMulInteger":
+                return place
+    return None
 
 
 def _check(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) -> tuple[float, float | None]:
