@@ -176,7 +176,7 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
     ties = dict(model.all_tied_weights_keys)
     tied = model.get_input_embeddings().weight
-    real, calls = fitting.swap_, []
+    real, calls = fitting.Swaps.swap_, []
 
     def swap(*args, **options):
         calls.append(args)
@@ -187,7 +187,7 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     def refuse(model):
         raise KflatsError("refused")
 
-    monkeypatch.setattr(fitting, "swap_", swap)
+    monkeypatch.setattr(fitting.Swaps, "swap_", swap)
     if where == "annotation":
         monkeypatch.setattr(fitting, "annotate_", refuse)
     with pytest.raises(KflatsError, match="refused"):

@@ -12,7 +12,7 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
-from kflats.model.swap import restore_, swap_
+from kflats.model.swap import Swaps, restore_, swap_
 from kflats.model.weights import dense_weight, find_weight, find_weights, slots
 
 
@@ -195,6 +195,46 @@ def test_refusals_leave_the_model_as_it_was() -> None:
         swap_(model, other, matrix(4, 5))
     del model["more"]
     assert repr(model) == before
+
+
+def test_several_swaps_search_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searches(count: int) -> int:
+        model = nn.ModuleList([nn.Linear(4, 3) for _ in range(count)])
+        walks = 0
+
+        def counted(self: nn.Module, *args: object, **settings: object) -> object:
+            nonlocal walks
+            walks += self is model
+            return original(self, *args, **settings)  # type: ignore[arg-type]
+
+        original = nn.Module.named_modules
+        monkeypatch.setattr(nn.Module, "named_modules", counted)
+        with Swaps(model) as swaps:
+            for weight in find_weights(model):
+                swaps.swap_(weight, matrix(*weight.shape))
+        monkeypatch.setattr(nn.Module, "named_modules", original)
+        assert all(isinstance(layer, FactoredLinear) for layer in model)
+        return walks
+
+    assert searches(9) == searches(2)
+
+
+def test_several_swaps_refuse_what_one_refuses() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"})
+    a, b = find_weights(model)
+    with Swaps(model) as swaps:
+        swaps.swap_(a, matrix(4, 3))
+        with pytest.raises(KflatsError, match="'a' cannot be factored"):
+            swaps.swap_(a, matrix(4, 3))
+        swaps.swap_(b, matrix(4, 3))
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "again": nn.ParameterList()})
+    (a,) = find_weights(model)
+    model["again"].append(model["a"].weight)
+    with (
+        pytest.raises(KflatsError, match="the dense table of 'a' cannot be replaced"),
+        Swaps(model, just_found=True) as swaps,
+    ):
+        swaps.swap_(a, matrix(4, 3))
 
 
 def test_there_and_back() -> None:

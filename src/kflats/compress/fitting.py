@@ -32,7 +32,7 @@ from kflats.io.saving import header_bytes
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_of
 from kflats.methods.protocol import Problem
 from kflats.model.run_as import forget_losses_
-from kflats.model.swap import swap_, unchanged_on_error
+from kflats.model.swap import Swaps, unchanged_on_error
 from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, parameter
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
@@ -187,13 +187,14 @@ def swapped(
     """
     before = stored_bytes(model) + beside
     with unchanged_on_error(model):
-        for one in done:
-            if one.matrix is not None:
-                rows = one.decision.recipe.matrix_rows
-                swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
-                table = parameter(model, one.decision.weight.name)
-                if spill is not None and table is not None:
-                    table.data = spill.kept({"dense": table.data})["dense"]
+        with Swaps(model) as swaps:
+            for one in done:
+                if one.matrix is not None:
+                    rows = one.decision.recipe.matrix_rows
+                    swaps.swap_(one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
+                    table = parameter(model, one.decision.weight.name)
+                    if spill is not None and table is not None:
+                        table.data = spill.kept({"dense": table.data})["dense"]
         forget_losses_(model)
         annotate_(model)
     return Report(

@@ -29,7 +29,7 @@ from kflats.matrices.base import Matrix
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredHead, FactoredLinear
 from kflats.matrices.running import IntegerProduct
-from kflats.model.swap import swap_
+from kflats.model.swap import Swaps
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
@@ -170,10 +170,12 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         KflatsError: a weight with NaN or infinity.
     """
     rounded = list[Matrix]()
-    for weight in find_weights(model):
-        role, size = weight.places[0].role, weight.shape[0] * weight.shape[1]
-        if role != "conv2d" and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
-            rounded.append(_round_(model, weight))
+    weights = find_weights(model)
+    with Swaps(model, just_found=True) as swaps:
+        for weight in weights:
+            role, size = weight.places[0].role, weight.shape[0] * weight.shape[1]
+            if role != "conv2d" and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
+                rounded.append(_round_(swaps, weight))
     layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
     parts = {name: layer.matrix.scaled(transposed=layer.transposed) for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -208,10 +210,10 @@ def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[
     return keep
 
 
-def _round_(model: nn.Module, weight: Weight) -> Matrix:
+def _round_(swaps: Swaps, weight: Weight) -> Matrix:
     """Integers with a step for each row of a table, or each output of a layer."""
     table = weight.places[0].role == "embedding"
-    rows = dense_weight(model, weight).float()
+    rows = dense_weight(swaps.model, weight).float()
     rows = rows if table else rows.T
     if not bool(torch.isfinite(rows).all()):
         raise KflatsError(
@@ -221,5 +223,5 @@ def _round_(model: nn.Module, weight: Weight) -> Matrix:
     steps = rows.abs().amax(1).clamp_min(_LEAST) / (INPUT_LIMIT if table else WEIGHT_LIMIT)
     integers = (rows / steps.unsqueeze(1)).round().to(torch.int64)
     matrix = from_integers([integers], None, steps, scales="row")
-    swap_(model, weight, matrix, matrix_rows="in_features" if table else "out_features")
+    swaps.swap_(weight, matrix, matrix_rows="in_features" if table else "out_features")
     return matrix

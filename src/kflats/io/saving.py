@@ -42,7 +42,7 @@ from kflats.matrices.registry import Matrix
 from kflats.model.description import Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import forget_changed_, put_matrices_
 from kflats.model.run_as import LOSSES
-from kflats.model.swap import unchanged_on_error
+from kflats.model.swap import Swaps, unchanged_on_error
 from kflats.model.weights import (
     factored_layers,
     held_matrices,
@@ -401,11 +401,12 @@ def _load(model: nn.Module, path: Path, file: Any) -> None:
     chosen: list[tuple[str, Module, Matrix]] = []
     if note["layers"] is not None:
         description = read_description(note["layers"])
-        for weight, module in match(model, description, strict=True):
-            dtype = description.stored_dtype(module, dtype_of(weight.dtype))
-            matrix = module.new(dtype, model.get_parameter(f"{weight.name}.weight").device)
-            swap_described_(model, weight, module, matrix)
-            chosen.append((weight.name, module, matrix))
+        with Swaps(model, just_found=True) as swaps:
+            for weight, module in match(model, description, strict=True):
+                dtype = description.stored_dtype(module, dtype_of(weight.dtype))
+                matrix = module.new(dtype, model.get_parameter(f"{weight.name}.weight").device)
+                swap_described_(swaps, weight, module, matrix)
+                chosen.append((weight.name, module, matrix))
     state = model.state_dict(keep_vars=True)
     _check_shapes(
         {name: tuple(t.shape) for name, t in state.items()}, shapes | {a: shapes[n] for a, n in shared.items()}
@@ -681,7 +682,8 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
             for name, tensor in matrix.tensors().items():
                 tensor.copy_(tensors[name])
         module.finish_(matrix)
-    swap_described_(model, weight, module, matrix)
+    with Swaps(model, just_found=True) as swaps:
+        swap_described_(swaps, weight, module, matrix)
     model.embedding.register_state_dict_pre_hook(decode_all)
     return model
 

@@ -35,7 +35,7 @@ from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import decode_, end_loading_, shown_dense
-from kflats.model.swap import untie_
+from kflats.model.swap import Swaps, untie_
 from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings, stored_name
 
 
@@ -100,12 +100,13 @@ class KflatsQuantizer(HfQuantizer):
         check_files(files)
         _check_shapes(files, description.modules.values())
         self._modules: list[tuple[str, Module]] = []
-        for weight, module in match(model, description, strict=same_class):
-            target = description.stored_dtype(
-                module, dtype if isinstance(dtype, torch.dtype) else dtype_of(weight.dtype)
-            )
-            swap_described_(model, weight, module, module.new(target))
-            self._modules.append((weight.name, module))
+        with Swaps(model, just_found=True) as swaps:
+            for weight, module in match(model, description, strict=same_class):
+                target = description.stored_dtype(
+                    module, dtype if isinstance(dtype, torch.dtype) else dtype_of(weight.dtype)
+                )
+                swap_described_(swaps, weight, module, module.new(target))
+                self._modules.append((weight.name, module))
         model.__dict__["initialize_weights"] = partial(_initialize_rest, model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._own_names = _has_own_names(model, files, self._shapes)

@@ -31,7 +31,7 @@ from kflats.matrices.layers import CONVOLVED
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
 from kflats.model.parameters import begin_loading_
 from kflats.model.run_as import LOSSES
-from kflats.model.swap import swap_, untied_places
+from kflats.model.swap import Swaps, untied
 from kflats.model.weights import (
     QUANT_METHOD,
     FactoredLayer,
@@ -229,8 +229,11 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
             modules[name]["checksum"] = held.matrix.checksum()
     if not modules:
         return None
+    ties = untied(model)
     for name, entry in modules.items():
-        entry["untied"] = untied_places(model, [str(place["name"]) for place in places[name]])
+        # T5's head is such a place wherever its checkpoint has a table for it, whatever the config says.
+        here = {place["name"] for place in places[name]}
+        entry["untied"] = tuple(sorted({target for target, source in ties if (target in here) != (source in here)}))
     known = getattr(getattr(model, "config", None), "quantization_config", None)
     losses = {LOSSES: known[LOSSES]} if is_kflats_config(known) and LOSSES in known else {}
     return {
@@ -285,8 +288,9 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
     return matches
 
 
-def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Matrix) -> None:
+def swap_described_(swaps: Swaps, weight: Weight, module: Module, matrix: Matrix) -> None:
     """Swap ``matrix`` in for ``weight`` as ``module`` describes it; a bias that the layer gained starts at zero."""
+    model = swaps.model
     if module.places[0].role == "parameter":
         begin_loading_(model, weight, matrix, module.matrix_rows)
         return
@@ -294,7 +298,7 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
     table, bias = parameter(model, f"{weight.name}.weight"), None
     if module.gained_bias and table is not None:
         bias = torch.zeros(weight.shape[1], dtype=table.dtype, device=table.device)
-    swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales, just_found=True)
+    swaps.swap_(weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales)
     for place in module.places:
         for name in spellings(model, place.name):
             if isinstance(layer := submodule(model, name), FactoredLayer) and layer.role != "conv2d":

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from kflats.model.weights import (
     embedding_scale,
     factored_layers,
     find_weight,
+    find_weights,
     is_kflats_config,
     own_matrix_rows,
     parameter,
@@ -53,16 +55,15 @@ from kflats.model.weights import (
 )
 
 _PLACES = "_places"
+Parts: TypeAlias = tuple[tuple[str, Any], ...]
+"""The transformers models in a model, by path: ``pretrained_models``."""
 
 
-def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
-    """Give each transformers model in ``model`` whose vocabulary is ``matrix`` methods that resize factors.
-
-    ``places`` is the number of layers that use ``matrix``.
-    """
-    matrix.__dict__[_PLACES] = places
-    shared = {id(layer) for _, layer in factored_layers(model) if layer.matrix is matrix}
-    for _, part in pretrained_models(model):
+def _guard_resizing_(parts: Parts, layers: Sequence[FactoredLayer], matrix: Matrix) -> None:
+    """Give each transformers model whose vocabulary is ``matrix``, of these layers, methods that resize factors."""
+    matrix.__dict__[_PLACES] = len(layers)
+    shared = {id(layer) for layer in layers}
+    for _, part in parts:
         ends = (vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings"))
         if any(id(end) in shared for end in ends):
             # They follow their model through deepcopy and pickle; bound methods would be pickled as those of the class.
@@ -172,7 +173,6 @@ def swap_(
     matrix_rows: str = "in_features",
     bias_shift: Tensor | None = None,
     scales: dict[str, float | None] | None = None,
-    just_found: bool = False,
 ) -> None:
     """Replace every place of ``weight`` by a layer on ``matrix``, in place; the first place owns the factors.
 
@@ -188,8 +188,6 @@ def swap_(
         bias_shift: (d,), added to the layer's bias: the error of the factors on the mean input. A layer without
             a bias gets one, which is saved and loaded with it.
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
-        just_found: nothing but swaps happened to the model since the weight was found; this is then not checked, which
-            takes a search of the whole model.
 
     Raises:
         KflatsError: another shape, a DenseMatrix in another orientation than the layer's own table, a model that has
@@ -202,60 +200,98 @@ def swap_(
     >>> model["words"](torch.tensor([2])).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    if not just_found and find_weight(model, weight.name).places != weight.places:
-        raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
-    if weight.places[0].role == "embedding" and matrix_rows == "out_features":
-        raise KflatsError(f"outputs as rows are not supported for the embedding {weight.name!r}", hint="inputs as rows")
-    if bias_shift is not None:
-        if weight.places[0].role == "embedding" or tuple(bias_shift.shape) != weight.shape[1:]:
-            raise KflatsError(
-                f"a bias shift of shape {tuple(bias_shift.shape)} does not fit {weight.name!r} of shape {weight.shape}",
-                cause="a bias has a number for each output, and an embedding has no bias",
-            )
-        if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
-            raise KflatsError(
-                f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
-            )
-    if matrix.shape != (weight.shape if matrix_rows == "in_features" else weight.shape[::-1]):
-        raise KflatsError(
-            f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
-            cause="the matrix was made for another weight, or in the other orientation",
-        )
-    if isinstance(matrix, DenseMatrix) and matrix_rows != own_matrix_rows(weight):
-        raise KflatsError(
-            f"the dense matrix of {weight.name!r} cannot have {matrix_rows} as rows",
-            cause=f"the layer's own table has {own_matrix_rows(weight)}, and a program without kflats would load it",
-            hint=f"the transpose of the matrix, with {own_matrix_rows(weight)} as rows",
-        )
-    if weight.places[0].role == "parameter":
-        hold_(model, weight, matrix, matrix_rows)
-        return
-    group = [place.name for place in weight.places]
-    old = [model.get_submodule(name) for name in group]
-    if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
-        raise KflatsError(
-            f"{moved[0]!r} is managed by accelerate, which moves its tensors while the model runs",
-            hint="load it on one device, compress, save, and then load the small model with that device_map",
-        )
-    table = cast(nn.Parameter, old[0]._parameters["weight"])
-    if matrix.weight.device != table.device:
-        matrix.to(table.device)
-    shared = [] if bias_shift is None else _holders_of_bias(model, weight.name, old[0])
-    layers = _factored_layers_for(weight, old, matrix, matrix_rows, scales or {})
-    for factor in matrix.tensors().values():
-        if factor.is_floating_point():
-            factor.requires_grad_(table.requires_grad)
-    if bias_shift is not None:
-        _shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
+    with Swaps(model) as swaps:
+        swaps.swap_(weight, matrix, matrix_rows=matrix_rows, bias_shift=bias_shift, scales=scales)
 
-    untie_(model, group)  # while the dense parameters are there: transformers looks their names up
-    for name, layer in zip(group, layers, strict=True):
-        _put(model, name, layer)
-    for module in old:
-        # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
-        module._parameters["weight"] = None
-    _check_swapped(model, group, layers, table)
-    guard_resizing_(model, matrix, places=len(group))
+
+class Swaps:
+    """Several swaps in one model, which nothing else changes meanwhile: the whole model is searched once.
+
+    At the end of the ``with`` block the model is searched for tables that are still used.
+
+    Args:
+        model: as ``swap_``.
+        just_found: nothing happened to the model since its weights were found: this is then not checked.
+
+    Raises:
+        KflatsError: at the end, a table that the model still uses; a swap raises what ``swap_`` raises.
+
+    >>> from kflats.matrices.registry import LowRankMatrix
+    >>> model = nn.ModuleDict({name: nn.Linear(9, 4) for name in "ab"})
+    >>> with Swaps(model) as swaps:
+    ...     for name in "ab":
+    ...         swaps.swap_(find_weight(model, name), LowRankMatrix(torch.ones(9, 1), torch.ones(1, 4)))
+    >>> type(model["b"]).__name__
+    'FactoredLinear'
+    """
+
+    def __init__(self, model: nn.Module, *, just_found: bool = False) -> None:
+        self.model = model
+        self._parts = tuple(pretrained_models(model))
+        self._places = None if just_found else {weight.name: weight.places for weight in find_weights(model)}
+        self._tables = dict[str, ref[Tensor]]()
+
+    def __enter__(self) -> Swaps:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._check_tables()
+
+    def swap_(
+        self,
+        weight: Weight,
+        matrix: Matrix,
+        *,
+        matrix_rows: str = "in_features",
+        bias_shift: Tensor | None = None,
+        scales: dict[str, float | None] | None = None,
+    ) -> None:
+        """As ``kflats.model.swap.swap_``."""
+        model = self.model
+        if self._places is not None and self._places.get(weight.name) != weight.places:
+            find_weight(model, weight.name)  # says why there is none
+            raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
+        _check_swap(weight, matrix, matrix_rows, bias_shift)
+        if weight.places[0].role == "parameter":
+            hold_(model, weight, matrix, matrix_rows)
+            return
+        group = [place.name for place in weight.places]
+        old = [model.get_submodule(name) for name in group]
+        if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
+            raise KflatsError(
+                f"{moved[0]!r} is managed by accelerate, which moves its tensors while the model runs",
+                hint="load it on one device, compress, save, and then load the small model with that device_map",
+            )
+        table = cast(nn.Parameter, old[0]._parameters["weight"])
+        if matrix.weight.device != table.device:
+            matrix.to(table.device)
+        shared = [] if bias_shift is None else _holders_of_bias(model, weight.name, old[0])
+        layers = _factored_layers_for(weight, old, matrix, matrix_rows, scales or {})
+        for factor in matrix.tensors().values():
+            if factor.is_floating_point():
+                factor.requires_grad_(table.requires_grad)
+        if bias_shift is not None:
+            _shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
+
+        _untie_(self._parts, group)  # while the dense parameters are there: transformers looks their names up
+        for name, layer in zip(group, layers, strict=True):
+            _put(model, name, layer)
+        for module in old:
+            # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
+            module._parameters["weight"] = None
+        self._tables[weight.name] = ref(table)
+        if self._places is not None:
+            del self._places[weight.name]
+        if missing := [name for name, layer in zip(group, layers, strict=True) if submodule(model, name) is not layer]:
+            raise _irreplaceable(weight.name, missing[0])
+        _guard_resizing_(self._parts, layers, matrix)
+
+    def _check_tables(self) -> None:
+        kept = {id(table): name for name, held in self._tables.items() if (table := held()) is not None}
+        for name, value in self.model.named_parameters(remove_duplicate=False) if kept else ():
+            if id(value) in kept:
+                raise _irreplaceable(kept[id(value)], name)
 
 
 def restore_(model: nn.Module) -> None:
@@ -339,15 +375,39 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     model.get_submodule(parent)._modules[leaf] = layer
 
 
-def _check_swapped(model: nn.Module, group: Sequence[str], layers: Sequence[nn.Module], table: Tensor) -> None:
-    left = [name for name, value in model.named_parameters(remove_duplicate=False) if value is table]
-    left += [name for name, layer in zip(group, layers, strict=True) if submodule(model, name) is not layer]
-    if left:
+def _check_swap(weight: Weight, matrix: Matrix, matrix_rows: str, bias_shift: Tensor | None) -> None:
+    """Refuse a matrix or a shift that does not fit."""
+    if weight.places[0].role == "embedding" and matrix_rows == "out_features":
+        raise KflatsError(f"outputs as rows are not supported for the embedding {weight.name!r}", hint="inputs as rows")
+    if bias_shift is not None:
+        if weight.places[0].role == "embedding" or tuple(bias_shift.shape) != weight.shape[1:]:
+            raise KflatsError(
+                f"a bias shift of shape {tuple(bias_shift.shape)} does not fit {weight.name!r} of shape {weight.shape}",
+                cause="a bias has a number for each output, and an embedding has no bias",
+            )
+        if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
+            raise KflatsError(
+                f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
+            )
+    if matrix.shape != (weight.shape if matrix_rows == "in_features" else weight.shape[::-1]):
         raise KflatsError(
-            f"the dense table of {group[0]!r} cannot be replaced",
-            cause=f"the model still uses it as {left[0]!r}, which no layer holds, or overrides how it holds its layers",
-            hint="leave this weight dense",
+            f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
+            cause="the matrix was made for another weight, or in the other orientation",
         )
+    if isinstance(matrix, DenseMatrix) and matrix_rows != own_matrix_rows(weight):
+        raise KflatsError(
+            f"the dense matrix of {weight.name!r} cannot have {matrix_rows} as rows",
+            cause=f"the layer's own table has {own_matrix_rows(weight)}, and a program without kflats would load it",
+            hint=f"the transpose of the matrix, with {own_matrix_rows(weight)} as rows",
+        )
+
+
+def _irreplaceable(weight: str, used: str) -> KflatsError:
+    return KflatsError(
+        f"the dense table of {weight!r} cannot be replaced",
+        cause=f"the model still uses it as {used!r}, which no layer holds, or overrides how it holds its layers",
+        hint="leave this weight dense",
+    )
 
 
 def _factored_layers_for(
@@ -457,8 +517,12 @@ def _mark_initialized(layer: nn.Module) -> None:
 
 def untie_(model: nn.Module, places: Iterable[str]) -> None:
     """Take the tables of ``places`` out of every list of ties; ties of biases stay."""
+    _untie_(tuple(pretrained_models(model)), places)
+
+
+def _untie_(parts: Parts, places: Iterable[str]) -> None:
     group = set(places)
-    for path, part in pretrained_models(model):
+    for path, part in parts:
         named = _declared(part)
         kept = _without(named, path, group)
         if len(kept) < len(named):
@@ -484,19 +548,15 @@ def recall_ties_(model: nn.Module) -> None:
                 outer.all_tied_weights_keys.update({_absolute(inner, t): _absolute(inner, s) for t, s in holds.items()})
 
 
-def untied_places(model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
-    """Targets of ties that the model's class declares with one of ``places`` (all factored), but that do not hold.
-
-    T5's head is such a place wherever its checkpoint has a table for it, whatever the config says.
-    """
-    group = set(places)
-    targets: set[str] = set()
-    for path, part in pretrained_models(model):
-        for pair in part.__dict__.get(_REMOVED, {}).items():
-            target, source = (_absolute(path, key).removesuffix(".weight") for key in pair)
-            if (target in group) != (source in group):
-                targets.add(target)
-    return tuple(sorted(targets))
+def untied(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The layers, target and source, of every tie that ``untie_`` took out of the lists of ``model``."""
+    removed = [
+        (path, pair) for path, part in pretrained_models(model) for pair in part.__dict__.get(_REMOVED, {}).items()
+    ]
+    return tuple(
+        (_absolute(path, target).removesuffix(".weight"), _absolute(path, source).removesuffix(".weight"))
+        for path, (target, source) in removed
+    )
 
 
 def _declared(part: Any) -> dict[str, str]:
