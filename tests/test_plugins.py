@@ -88,6 +88,16 @@ def test_a_name_with_capitals_is_found_as_it_is_listed(toys, monkeypatch) -> Non
     assert METHODS.make("MyMethod").__name__ == METHODS.make("mymethod").__name__ == "SignFlats"
 
 
+def test_a_package_that_is_installed_meanwhile_is_seen(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "late" not in METHODS.all_names()
+    info = tmp_path / "late-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kflats.methods]\nlate = late:Late\n")
+    assert "late" in METHODS.all_names()
+
+
 def test_automatic_choice_offers_them_and_takes_what_loses_least(toys) -> None:
     gen = torch.Generator().manual_seed(0)
     signs = torch.randint(-1, 2, (200, 128), generator=gen) * torch.rand(200, 1, generator=gen).add(0.5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
+from kflats.model import swap
+from kflats.model import weights as weights_of
 from kflats.model.swap import Swaps, restore_, swap_
 from kflats.model.weights import dense_weight, find_weight, find_weights, slots
 
@@ -198,42 +202,71 @@ def test_refusals_leave_the_model_as_it_was() -> None:
 
 
 def test_several_swaps_search_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def searches(count: int) -> int:
-        model = nn.ModuleList([nn.Linear(4, 3) for _ in range(count)])
-        walks = 0
-
-        def counted(self: nn.Module, *args: object, **settings: object) -> object:
-            nonlocal walks
-            walks += self is model
-            return original(self, *args, **settings)  # type: ignore[arg-type]
-
-        original = nn.Module.named_modules
-        monkeypatch.setattr(nn.Module, "named_modules", counted)
+    searches: list[str] = []
+    for name in ("find_weights", "pretrained_models"):
+        search = getattr(weights_of, name)
+        for module in (swap, weights_of):
+            monkeypatch.setattr(
+                module, name, lambda model, name=name, search=search: searches.append(name) or search(model)
+            )
+    counts = []
+    for layers in (2, 9):
+        model = nn.ModuleList([nn.Linear(4, 3) for _ in range(layers)])
+        found = find_weights(model)
+        searches.clear()
         with Swaps(model) as swaps:
-            for weight in find_weights(model):
+            for weight in found:
                 swaps.swap_(weight, matrix(*weight.shape))
-        monkeypatch.setattr(nn.Module, "named_modules", original)
         assert all(isinstance(layer, FactoredLinear) for layer in model)
-        return walks
+        counts.append(sorted(searches))
+    assert counts[0] == counts[1]
+    assert counts[0].count("find_weights") == 1
 
-    assert searches(9) == searches(2)
 
-
-def test_several_swaps_refuse_what_one_refuses() -> None:
+def test_several_swaps_let_each_table_go() -> None:
     model = nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"})
     a, b = find_weights(model)
+    table = weakref.ref(model["a"].weight)
     with Swaps(model) as swaps:
         swaps.swap_(a, matrix(4, 3))
-        with pytest.raises(KflatsError, match="'a' cannot be factored"):
-            swaps.swap_(a, matrix(4, 3))
+        gc.collect()
+        assert table() is None
         swaps.swap_(b, matrix(4, 3))
+
+
+def raw() -> nn.Module:
+    """A model with a layer that has another in it, and with a parameter without a layer."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+
+    class Raw(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(transformers.PretrainedConfig())
+            self.up = nn.Parameter(torch.zeros(64, 64))
+            self.outer = nn.Linear(8, 8)
+            self.outer.inner = nn.Linear(4, 3)
+            self.post_init()
+
+    return Raw()
+
+
+@pytest.mark.parametrize(("first", "second"), [("outer", "outer"), ("up", "up"), ("outer", "outer.inner")])
+def test_what_was_swapped_is_no_weight_any_more(first: str, second: str) -> None:
+    model = raw()
+    found = {weight.name: weight for weight in find_weights(model)}
+    with Swaps(model) as swaps:
+        swaps.swap_(found[first], matrix(*found[first].shape))
+        with pytest.raises(KflatsError, match=f"{second}' cannot be factored|no weight called '{second}'"):
+            swaps.swap_(found[second], matrix(*found[second].shape))
+
+
+def test_a_table_that_is_still_used_is_found_at_the_end() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 3), "again": nn.ParameterList()})
     (a,) = find_weights(model)
     model["again"].append(model["a"].weight)
-    with (
-        pytest.raises(KflatsError, match="the dense table of 'a' cannot be replaced"),
-        Swaps(model, just_found=True) as swaps,
-    ):
+    message = "the dense table of 'a' cannot be replaced"
+    with pytest.raises(KflatsError, match=message), Swaps(model, just_found=True) as swaps:
         swaps.swap_(a, matrix(4, 3))
 
 

@@ -11,6 +11,7 @@ The entry point's name is what the command line calls it, and the class's own na
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,13 +103,21 @@ class Registry(Generic[T]):
 
 def announced(axis: str) -> EntryPoints:
     """The entry points by which other packages announce methods, importances or codecs; nothing is imported."""
-    return _entry_points(f"kflats.{axis}s", tuple(sys.path))
+    return _entry_points(f"kflats.{axis}s", tuple((folder, _changed(folder)) for folder in sys.path))
 
 
 @lru_cache(maxsize=16)
-def _entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Read once for each ``sys.path``: it opens a file of every installed package, and each weight asks."""
+def _entry_points(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Read again when something was installed: it opens a file of every installed package, and each weight asks."""
     return entry_points(group=group)
+
+
+def _changed(folder: str) -> int:
+    """When something was put into a folder of ``sys.path`` or taken out of it; 0 for what is no folder."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def unknown(axis: str, name: str, known: Iterable[str]) -> KflatsError:

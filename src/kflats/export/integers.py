@@ -106,8 +106,8 @@ class Joint:
 
     def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
         self.products, self.scales = products, scales
-        self._numbers = [_whole_tiles(product.numbers) for product in products]
-        self._steps = [_whole_tiles(product.steps * _STEP) for product in products]
+        self._numbers = [_padded_outputs(product.numbers) for product in products]
+        self._steps = [_padded_outputs(product.steps * _STEP) for product in products]
         self._read: Tensor | None = None
         self._version: int | None = None
         self._rounded: tuple[Tensor, Tensor]
@@ -133,8 +133,8 @@ class Joint:
         return out
 
 
-def _whole_tiles(numbers: Tensor) -> Tensor:
-    """``(..., out)`` with outputs of zeros behind them, where their number asks for it."""
+def _padded_outputs(numbers: Tensor) -> Tensor:
+    """``(..., out)``, integers or steps, with outputs of zeros behind them, where their number asks for it."""
     missing = -numbers.shape[-1] % _OUTPUTS if numbers.shape[-1] > _OUTPUTS else 0
     return numbers if missing == 0 else torch.nn.functional.pad(numbers, (0, missing))
 

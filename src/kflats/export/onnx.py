@@ -327,10 +327,11 @@ def _sum_unfused_(graph: Any) -> None:
 
 
 def _scale_in_products_(graph: Any) -> None:
-    """Multiply the steps of outputs by a one that is known when the graph runs: an input has as many numbers as it has.
+    """Multiply the steps of outputs by a one that is known only when the graph runs.
 
     onnxruntime multiplies sums of integers by two scales in the pass that writes them (MatMulIntegerToFloat) where it
-    finds a product of both. A product of constants it computes beforehand, and finds none.
+    finds a product of two scales. It computes a product of constants beforehand, and then finds one scale. The one is
+    Size(x) == Size(x) of an input x, as a float.
     """
     from onnx_ir import DataType, node
 

@@ -231,7 +231,8 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
         return None
     ties = untied(model)
     for name, entry in modules.items():
-        # T5's head is such a place wherever its checkpoint has a table for it, whatever the config says.
+        # Targets of ties that the model's class declares with one of these places, but that do not hold: T5's head,
+        # wherever its checkpoint has a table for it, whatever the config says.
         here = {place["name"] for place in places[name]}
         entry["untied"] = tuple(sorted({target for target, source in ties if (target in here) != (source in here)}))
     known = getattr(getattr(model, "config", None), "quantization_config", None)

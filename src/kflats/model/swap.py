@@ -55,11 +55,12 @@ from kflats.model.weights import (
 )
 
 _PLACES = "_places"
-Parts: TypeAlias = tuple[tuple[str, Any], ...]
+
+_Parts: TypeAlias = tuple[tuple[str, Any], ...]
 """The transformers models in a model, by path: ``pretrained_models``."""
 
 
-def _guard_resizing_(parts: Parts, layers: Sequence[FactoredLayer], matrix: Matrix) -> None:
+def _guard_resizing_(parts: _Parts, layers: Sequence[FactoredLayer], matrix: Matrix) -> None:
     """Give each transformers model whose vocabulary is ``matrix``, of these layers, methods that resize factors."""
     matrix.__dict__[_PLACES] = len(layers)
     shared = {id(layer) for layer in layers}
@@ -205,13 +206,14 @@ def swap_(
 
 
 class Swaps:
-    """Several swaps in one model, which nothing else changes meanwhile: the whole model is searched once.
+    """Several swaps in one model: its weights and the transformers models in it are searched for once.
 
-    At the end of the ``with`` block the model is searched for tables that are still used.
+    At the end of the ``with`` block one more search finds tables that are still used. Inside the block nothing but
+    swaps, and new values, may happen to the model.
 
     Args:
         model: as ``swap_``.
-        just_found: nothing happened to the model since its weights were found: this is then not checked.
+        just_found: nothing but swaps happened to the model since its weights were found: this is then not checked.
 
     Raises:
         KflatsError: at the end, a table that the model still uses; a swap raises what ``swap_`` raises.
@@ -219,8 +221,8 @@ class Swaps:
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> model = nn.ModuleDict({name: nn.Linear(9, 4) for name in "ab"})
     >>> with Swaps(model) as swaps:
-    ...     for name in "ab":
-    ...         swaps.swap_(find_weight(model, name), LowRankMatrix(torch.ones(9, 1), torch.ones(1, 4)))
+    ...     for weight in find_weights(model):
+    ...         swaps.swap_(weight, LowRankMatrix(torch.ones(9, 1), torch.ones(1, 4)))
     >>> type(model["b"]).__name__
     'FactoredLinear'
     """
@@ -248,16 +250,24 @@ class Swaps:
         scales: dict[str, float | None] | None = None,
     ) -> None:
         """As ``kflats.model.swap.swap_``."""
-        model = self.model
         if self._places is not None and self._places.get(weight.name) != weight.places:
-            find_weight(model, weight.name)  # says why there is none
+            find_weight(self.model, weight.name)  # says why there is none
             raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
         _check_swap(weight, matrix, matrix_rows, bias_shift)
         if weight.places[0].role == "parameter":
-            hold_(model, weight, matrix, matrix_rows)
-            return
-        group = [place.name for place in weight.places]
-        old = [model.get_submodule(name) for name in group]
+            hold_(self.model, weight, matrix, matrix_rows)
+        else:
+            self._put_layers_(weight, matrix, matrix_rows, bias_shift, scales or {})
+        if self._places is not None:
+            del self._places[weight.name]
+
+    def _put_layers_(
+        self, weight: Weight, matrix: Matrix, rows: str, bias_shift: Tensor | None, scales: dict[str, float | None]
+    ) -> None:
+        model, group = self.model, [place.name for place in weight.places]
+        old = [module for name in group if (module := submodule(model, name)) is not None]
+        if len(old) < len(group):
+            find_weight(model, weight.name)  # says that it is gone, with a layer around it
         if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
             raise KflatsError(
                 f"{moved[0]!r} is managed by accelerate, which moves its tensors while the model runs",
@@ -267,7 +277,7 @@ class Swaps:
         if matrix.weight.device != table.device:
             matrix.to(table.device)
         shared = [] if bias_shift is None else _holders_of_bias(model, weight.name, old[0])
-        layers = _factored_layers_for(weight, old, matrix, matrix_rows, scales or {})
+        layers = _factored_layers_for(weight, old, matrix, rows, scales)
         for factor in matrix.tensors().values():
             if factor.is_floating_point():
                 factor.requires_grad_(table.requires_grad)
@@ -281,8 +291,6 @@ class Swaps:
             # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
             module._parameters["weight"] = None
         self._tables[weight.name] = ref(table)
-        if self._places is not None:
-            del self._places[weight.name]
         if missing := [name for name, layer in zip(group, layers, strict=True) if submodule(model, name) is not layer]:
             raise _irreplaceable(weight.name, missing[0])
         _guard_resizing_(self._parts, layers, matrix)
@@ -520,7 +528,7 @@ def untie_(model: nn.Module, places: Iterable[str]) -> None:
     _untie_(tuple(pretrained_models(model)), places)
 
 
-def _untie_(parts: Parts, places: Iterable[str]) -> None:
+def _untie_(parts: _Parts, places: Iterable[str]) -> None:
     group = set(places)
     for path, part in parts:
         named = _declared(part)
