@@ -28,7 +28,7 @@ SEEDS = "0,1,2"
 COMMANDS = (
     ("messi_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
     ("fwsvd_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
-    ("messi_tasks.py", "--tasks", "rte,mrpc", "--others", "k-means,l1"),
+    ("messi_variants.py", "--tasks", "rte,mrpc"),
     ("robust_scores.py", "--tasks", "cola,mrpc,rte,stsb,sst2,conll2003,wnli"),
     ("fwsvd_groups.py", "--tasks", "stsb,cola,mrpc"),
     ("messi_same_size.py", "--tasks", "cola,mrpc"),

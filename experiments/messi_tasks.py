@@ -2,15 +2,14 @@
 of one subspace of the same size, the score falls less, before and after two epochs of fine-tuning.
 
     python experiments/messi_tasks.py --resume
-    python experiments/messi_tasks.py --tasks rte,mrpc --others k-means,l1 --resume        # figures 12 to 15, table 3
     python experiments/messi_tasks.py --source distilbert-base-uncased --lr 2e-5 --task-data hub \
         --tasks cola,mrpc,rte,stsb,sst2,qnli,qqp,mnli,wnli --rates 20,40,50,60 --tuned 1,2,3,5,10 --resume
 
 k = 1 is SVD. MESSI is as published: equal ranks, random partitions to start from, of ten local minima the smallest.
 "k chosen" is, for each seed, the k whose model scores best on a held-out tenth of the training set, before fine-tuning.
 Beside them stands kflats' default for an embedding table in the same bytes; it counts the tokens of the training
-sentences, without labels. ``--others`` adds what appendix E compares: clusters by k-means with an SVD in each, and
-distances in place of their squares. Drops are points (of 100) of the task's main metric on the dev split.
+sentences, without labels. What appendix E compares is in ``messi_variants.py``. Drops are points (of 100) of the task's
+main metric on the dev split.
 """
 
 from __future__ import annotations
@@ -39,12 +38,9 @@ from _tables import (
 from _task_models import TRAINING, TaskExperiment, TaskModel
 
 import kflats
-from kflats import MESSI, SVD, KMeansSVD, Power, Recipe, Uniform
-from kflats.common.errors import KflatsError
+from kflats import MESSI, SVD, Recipe, Uniform
 
 OURS, CHOSEN = "kflats", "MESSI, k chosen"
-OTHERS = ("k-means", "MESSI l1")
-"""How the names of ``--others`` begin."""
 TITLE = "Embedding tables covered by k flats: scores of tasks"
 OWN: dict[str, Any] = {
     "rates": "40,60,20",
@@ -52,7 +48,6 @@ OWN: dict[str, Any] = {
     "tuned": "1,5",
     "epochs": 2,
     "restarts": 10,
-    "others": "",
 }
 OWN |= TRAINING
 QUICK: dict[str, Any] = {
@@ -94,21 +89,6 @@ def way(k: int, restarts: int) -> Way:
         return Way("SVD", Recipe(SVD(), Uniform()), {"k": 1, "restarts": 1}, "svd")
     decides = {"k": k, "restarts": restarts}
     return Way(method_name(k), Recipe(MESSI(k=k, restarts=restarts), Uniform()), decides, "messi")
-
-
-def other(kind: str, k: int, restarts: int) -> Way:
-    """What MESSI's appendix E compares: clusters by k-means with an SVD in each, or distances without squares ("l1").
-
-    Raises:
-        KflatsError: another name.
-    """
-    decides = {"k": k, "restarts": restarts}
-    if kind == "k-means":
-        return Way(f"{OTHERS[0]}, k = {k}", Recipe(KMeansSVD(k=k, restarts=restarts), Uniform()), decides, "k-means")
-    if kind == "l1":
-        recipe = Recipe(MESSI(k=k, error=Power(1.0), restarts=restarts), Uniform())
-        return Way(f"{OTHERS[1]}, k = {k}", recipe, decides, "messi l1")
-    raise KflatsError(f"--others {kind} is not known", hint="k-means or l1, or both with a comma between them")
 
 
 def compressed(model: TaskModel, recipe: Recipe | None, size: str, epochs: int) -> Scores:
@@ -153,8 +133,6 @@ class Tables(TaskExperiment):
         self.rates = own.rates.split(",")
         self.ks = [int(k) for k in own.ks.split(",")]
         self.tuned = {int(k) for k in own.tuned.split(",")}
-        kinds = [kind for kind in own.others.split(",") if kind]
-        self.others = [other(kind, k, own.restarts) for kind in kinds for k in sorted(self.tuned) if k > 1]
 
     def cell(self, model: TaskModel, by: Way, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
         """One cell."""
@@ -164,7 +142,7 @@ class Tables(TaskExperiment):
     def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """What is compared first: each rate with all seeds. Then what chooses k, and the chosen ones."""
         epochs, restarts = self.own.epochs, self.own.restarts
-        first = [*(way(k, restarts) for k in self.ks if k in self.tuned), DEFAULT, *self.others]
+        first = [*(way(k, restarts) for k in self.ks if k in self.tuned), DEFAULT]
         models = {(t, s): self.model(t, s) for t in self.asked.tasks for s in self.asked.seeds}
         for task in self.asked.tasks:
             for rate in self.rates:
@@ -186,10 +164,8 @@ class Tables(TaskExperiment):
         return self.runs_of(log, lambda run: run.recipe.get("restarts", 1) in restarts and run.epochs in epochs)
 
     def publish(self, log: Log) -> None:
-        """The page and the figures of what has run, what other commands asked for among it."""
-        runs = self.runs(log)
-        names = {by.name for by in self.others} | {run.method for run in runs if run.method.startswith(OTHERS)}
-        publish_tables(self, with_chosen(runs, self.ks), sorted(names))
+        """The page and the figures of what has run."""
+        publish_tables(self, with_chosen(self.runs(log), self.ks))
 
 
 def best_k(runs: list[Run], task: str, size: str, seed: int, ks: list[int]) -> int | None:
@@ -212,19 +188,16 @@ def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
     return found
 
 
-def publish_tables(experiment: Tables, runs: list[Run], others: list[str]) -> None:
+def publish_tables(experiment: Tables, runs: list[Run]) -> None:
     """The page and the figures of ``runs``, among them those of the chosen k."""
     asked, name = experiment.asked, experiment.page
     rates = sorted(experiment.rates, key=float)
     sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
     places = [(kept(rate), float(rate)) for rate in rates]
-    methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, *others, OURS]
-    drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, *others, OURS]
+    methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, OURS]
+    drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, OURS]
     claims = [(method_name(k), "SVD") for k in sorted(experiment.tuned) if k > 1]
     claims += [(CHOSEN, "SVD"), *((OURS, m) for m in drawn if m != OURS)]
-    for k, kind in ((k, kind) for k in sorted(experiment.tuned) if k > 1 for kind in OTHERS):
-        if f"{kind}, k = {k}" in others:
-            claims.append((method_name(k), f"{kind}, k = {k}"))
     tasks, seeds = asked.tasks, len(asked.seeds)
     parts = [
         f"The embedding table of {experiment.source.name}, trained on each task. Drops of the main metric on the dev "

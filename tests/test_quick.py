@@ -26,6 +26,7 @@ import messi_lenet
 import messi_same_size
 import messi_search
 import messi_tasks
+import messi_variants
 import messi_vgg
 import robust_scores
 import train_small
@@ -68,10 +69,24 @@ def test_messi_tasks(places: Path) -> None:
     page, again = quick(messi_tasks.main, places, "messi_tasks", *words, "--seeds", "0,1,2", "--tables")
     assert again == runs
     assert "(2 of 3)" in page, "tables run nothing"
-    page, more = quick(messi_tasks.main, places, "messi_tasks", *words, "--others", "k-means,l1")
-    assert more[: len(runs)] == runs
-    assert {run["method"] for run in more[len(runs) :]} == {"k-means, k = 3", "MESSI l1, k = 3"}
+
+
+@pytest.mark.slow
+def test_messi_variants(places: Path) -> None:
+    page, runs = quick(messi_variants.main, places, "messi_variants", "--tasks", "sst2")
+    at = {(run["method"], run["seed"]): run for run in runs}
+    ways = ("MESSI, k = 3", "k-means, k = 3", "MESSI l1, k = 3")
+    assert set(at) == {(method, seed) for method in ways for seed in (0, 1)}
+    for seed in (0, 1):
+        flats, k_means, distances = (at[method, seed] for method in ways)
+        assert flats["error"] <= k_means["error"], "projective clustering minimises the squares"
+        assert flats["error"] != distances["error"], "distances are another objective"
+        assert flats["nbytes"] == distances["nbytes"]
+        assert k_means["original"] == flats["original"]
+        assert None not in (flats["tuned"], k_means["tuned"], distances["tuned"])
+    assert "not run" not in page
     assert "MESSI, k = 3 better than k-means, k = 3" in page
+    assert "MESSI l1, k = 3 better than MESSI, k = 3" in page
 
 
 @pytest.mark.slow
