@@ -109,10 +109,16 @@ def table(kind: str, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
     return table
 
 
+@pytest.fixture(scope="module")
+def short(kind: str, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
+    """A short table of the same kind, in one file."""
+    return made(drawn(700, 6), tmp_path_factory.mktemp(kind), kind, 6)
+
+
 @pytest.fixture
-def small(kind: str, tmp_path: Path) -> CodedTable:
-    """A short table of the same kind, in one file, which a test may damage."""
-    return made(drawn(700, 6), tmp_path, kind, 6)
+def small(short: CodedTable, tmp_path: Path) -> CodedTable:
+    """A copy of it, which a test may damage."""
+    return open_table(shutil.copytree(short.folder, tmp_path / "coded"))
 
 
 # Rows -------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ def test_the_error_is_that_of_the_rows(table: CodedTable, kind: str) -> None:
         assert float(alone[1:].max()) < 1.0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("compact", marks=pytest.mark.slow), "fast"])
 def test_more_bytes_lose_less(layout: str, tmp_path: Path) -> None:
     rows = drawn(30_000, D)[:9_000]
     errors = []
@@ -168,7 +174,7 @@ def test_more_bytes_lose_less(layout: str, tmp_path: Path) -> None:
     assert errors[1] < 0.2 * errors[0]
 
 
-@pytest.mark.parametrize(("n", "d"), [(1, 8), (3, 1), (300, 600), (5000, 2)])
+@pytest.mark.parametrize(("n", "d"), [(1, 8), (3, 1), pytest.param(300, 600, marks=pytest.mark.slow), (5000, 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tables_of_any_shape(layout: str, n: int, d: int, tmp_path: Path) -> None:
     rows = torch.randn(n, d, generator=torch.Generator().manual_seed(0))
@@ -180,6 +186,7 @@ def test_tables_of_any_shape(layout: str, n: int, d: int, tmp_path: Path) -> Non
     assert float((all_rows(coded) - rows).square().mean()) < 0.05
 
 
+@pytest.mark.slow
 def test_lanes_take_little_more_than_a_whole_stream() -> None:
     """At most .05 bits a number more than one stream of the same integers by the same distributions."""
     rows = drawn(2**14, 64, 4)
@@ -209,7 +216,7 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
 # Sources ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:2], pytest.param("flats", marks=pytest.mark.slow)])
 def test_the_cut_of_the_source_changes_no_byte(kind: str, tmp_path: Path) -> None:
     rows = drawn(_BLOCK + 500, 5)
     outs = []
@@ -306,7 +313,7 @@ def test_a_turned_table_is_refused_before_it_is_read(
             compress_table(source, tmp_path / "out", size="8 bits", layout=layout, quiet=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", ["compact", pytest.param("flats", marks=pytest.mark.slow)])
 def test_settings_of_torch_change_nothing(kind: str, tmp_path: Path) -> None:
     """Under autocast a table was written that nothing could open, and tables of flats could not be read."""
     table, ids = drawn(700, 6), torch.tensor([5, 699, 5])
@@ -351,6 +358,7 @@ def planted(n: int, d: int, flats: int) -> tuple[Tensor, Tensor]:
     return rows, kinds
 
 
+@pytest.mark.slow
 def test_several_flats_lose_less_where_rows_are_of_several_kinds(tmp_path: Path) -> None:
     rows, _ = planted(10_000, 24, 3)
     errors = []
@@ -840,11 +848,12 @@ def test_a_source_that_changes_between_passes_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "d", "sizes"),
     [
         (250, 3, (8000, 13_500, 14_500, 15_500, 16_500, 18_500)),
-        pytest.param(20_000, 8, (12_000, 16_000, 20_000, 22_000, 23_000, 40_000), marks=pytest.mark.slow),
+        (20_000, 8, (12_000, 16_000, 20_000, 22_000, 23_000, 40_000)),
     ],
 )
 def test_a_short_table_has_a_size_or_leaves_nothing(n: int, d: int, sizes: tuple[int, ...], tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_memory_counts_shared_tensors_once() -> None:
     assert memory_bytes(head) == memory_bytes(base)
 
 
+@pytest.mark.slow
 def test_the_real_model(real: tuple[Any, Any]) -> None:
     model, tokenizer = real
     vectors = encode(model, tokenizer, ["A dog runs.", "A puppy is running.", "Stocks fell sharply on Monday."])

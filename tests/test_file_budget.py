@@ -116,7 +116,8 @@ def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
         assert small.get_output_embeddings().matrix is small.get_input_embeddings().matrix
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 0.7])
 def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) -> None:
     """Apart from the bytes that the budget sets aside for a longer header, a few hundred for each weight."""
     source = tiny("T5", tmp_path / "source")
@@ -129,6 +130,7 @@ def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) 
     assert 0 <= left < max(0.01 * limit, min(steps)) + 600 * len(report.weights)
 
 
+@pytest.mark.slow
 def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> None:
     """They are kept as they are, and the transformer gets the rest."""
 

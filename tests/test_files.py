@@ -328,7 +328,8 @@ def test_transformers_models_have_their_own_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs Linux")
-@pytest.mark.parametrize("weights", ["all", pytest.param("linear", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["all", "linear"])
 def test_a_file_of_streams_does_not_stay_in_memory(weights: str, tmp_path: Path) -> None:
     """It stays mapped where dense tables are read from it: copies of these would take memory."""
     pytest.importorskip("constriction")

@@ -113,6 +113,7 @@ def test_a_machine_without_int8_measures_the_other_forms(
     assert [one.form for one in losses] == ["dense", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_folder_says_what_its_forms_lose(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings: dict[str, Any] = {"method": CODED, "weights": ("linear",), "keep": "60%", "quiet": True}
@@ -223,6 +224,7 @@ def test_damaged_losses_are_refused(folder: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_times_are_real(folder: Path, tiny_tokenizer: Any) -> None:
     """Nothing is replaced here: whichever form is fastest, one is chosen, and the model runs in it."""
     tiny_tokenizer.save_pretrained(folder)

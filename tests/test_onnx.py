@@ -106,6 +106,7 @@ def test_parts_of_a_model_keep_attention_of_their_own() -> None:
     assert [one._attn_implementation for one in found] == ["sdpa", "sdpa", "flex_attention"]
 
 
+@pytest.mark.slow
 def test_a_model_in_another_form_is_recorded_as_its_codes_are(tmp_path: Path) -> None:
     """It was refused, because its own outputs were those of rounded inputs."""
     model = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 32)).requires_grad_(False)
@@ -426,6 +427,7 @@ def test_no_sum_of_two_products_leaves_16_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(out[:, :6], model(torch.full((3, 64), 5.0))[:, :6], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_finite_stay_so_and_alone(tmp_path: Path) -> None:
     model = Reads(nn.Linear(33, 5))
     made = in_integers(model, tmp_path, torch.randn(4, 33))
@@ -471,6 +473,7 @@ def test_what_several_layers_read_is_rounded_once(tmp_path: Path) -> None:
         assert float((run(made.path, x) - model(x)).norm()) < 0.03 * float(model(x).norm())
 
 
+@pytest.mark.slow
 def test_the_runtime_scales_sums_of_integers_as_it_writes_them(tmp_path: Path) -> None:
     model = Reads(nn.Linear(16, 24), nn.Linear(24, 17), nn.Linear(17, 3))  # 17 outputs are cut from 32
     made = in_integers(model, tmp_path, torch.randn(2, 3, 16))
@@ -480,6 +483,7 @@ def test_the_runtime_scales_sums_of_integers_as_it_writes_them(tmp_path: Path) -
     assert kinds.count("Size") == 1  # of the factor that it cannot compute beforehand
 
 
+@pytest.mark.slow
 def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
     model, x = Reads(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 5), nn.GELU("tanh")), torch.randn(3, 4, 8)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
@@ -490,6 +494,7 @@ def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
         torch.testing.assert_close(run(made.path, x), model(x))
 
 
+@pytest.mark.slow
 def test_sums_of_integers_stay_as_they_are(tmp_path: Path) -> None:
     """ONNX has another operator for sums of floats than for those of integers."""
 
@@ -528,7 +533,7 @@ class Writes(Heads):
         return out
 
 
-@pytest.mark.parametrize("what", ["input", "output", pytest.param("view", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["input", *(pytest.param(one, marks=pytest.mark.slow) for one in ("output", "view"))])
 def test_layers_that_read_one_tensor_may_write_in_place(what: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Writes(what), torch.randn(3, 32)
@@ -548,6 +553,7 @@ class Wide(nn.Module):
         return nn.functional.gelu(self.layer(x).double(), approximate=self.approximate).float()
 
 
+@pytest.mark.slow
 def test_gelu_in_double_precision(tmp_path: Path) -> None:
     model, x = Wide("tanh"), torch.randn(3, 8)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
@@ -567,6 +573,7 @@ class Normed(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_the_runtime_does_not_fuse_sums_with_norms(tmp_path: Path) -> None:
     model, x = Normed(), torch.randn(2, 3, 16)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
@@ -588,6 +595,7 @@ def test_what_stays_in_float_is_said(tmp_path: Path) -> None:
     assert [numbers.shape for numbers, _ in factors(made.path)] == [(60, 6)]
 
 
+@pytest.mark.slow
 def test_graphs_of_codes_do_not_grow_with_their_classes(tmp_path: Path) -> None:
     """A graph that decodes class by class takes minutes to record."""
     sizes = []

@@ -362,7 +362,9 @@ class Slow(TorchModel):
         return lambda batch: [run(batch) for _ in range(30)]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart classifier", "vit", "whisper"])
+@pytest.mark.parametrize(
+    "name", ["bert", "gpt2", "t5", "vit", "whisper", pytest.param("bart classifier", marks=pytest.mark.slow)]
+)
 def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], Any]) -> None:
     model = tiny(name)
     contestants = [TorchModel("original", model), Unavailable(), Slow("slow", model)]
@@ -579,6 +581,7 @@ def test_an_interrupted_proof_leaves_the_folder_whole(
     assert compare(folder, out, TEXTS, turns=1).outputs.loss > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_judged_is_compressed_and_said_so(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

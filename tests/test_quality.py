@@ -126,6 +126,7 @@ def test_outputs_that_are_not_finite_are_those_of_a_size_that_is_too_small(
     assert losses[1] < losses[0], "the size was doubled"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_moment_makes_no_larger_folder(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_quality_that_no_size_keeps() -> None:
         smallest_size(lambda nbytes: (0.5, None), 0.99, 1000, 0, 4000)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_random_numbers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first size, which it does not keep."""
     factorize, fitted = quality_module.factorize, list[object]()

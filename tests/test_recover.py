@@ -96,7 +96,7 @@ def test_a_task_is_learnt_and_the_best_epoch_kept(data: Path, tiny_tokenizer: An
     ("train", "moved"),
     [
         ("bases", {"basis"}),
-        ("coordinates", {"weight"}),
+        pytest.param("coordinates", {"weight"}, marks=pytest.mark.slow),
         pytest.param("factors", {"basis", "weight"}, marks=pytest.mark.slow),
     ],
 )
@@ -116,6 +116,7 @@ def test_just_the_chosen_factors_train(data: Path, tiny_tokenizer: Any, train: s
     assert done.best_epoch == 3
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_frozen(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
     model.bert.pooler.dense.weight.requires_grad_(False)
@@ -448,7 +449,7 @@ def fsmt() -> Any:
     return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**sizes, **layers))
 
 
-@pytest.mark.parametrize("build", [t5, fsmt])
+@pytest.mark.parametrize("build", [pytest.param(t5, marks=pytest.mark.slow), fsmt])
 def test_an_encoder_decoder_learns_from_texts(build: Callable[[], Any]) -> None:
     """Its decoder reads the text, as it is measured and compared."""
     torch.manual_seed(0)
@@ -461,6 +462,7 @@ def test_an_encoder_decoder_learns_from_texts(build: Callable[[], Any]) -> None:
     assert 0 < recovery.after < 0.85 * recovery.before
 
 
+@pytest.mark.slow
 def test_a_model_that_compares_texts_with_images_is_refused() -> None:
     tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.CLIPConfig(
@@ -551,6 +553,7 @@ def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Pa
     assert f"{second['after']:.4f}" in shown
 
 
+@pytest.mark.slow
 def test_an_interrupted_folder_resumes_and_appears_whole(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,6 +582,7 @@ def test_a_folder_that_holds_a_model_is_not_replaced(folder: Path, data: Path, t
     assert (out / "inner" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_texts_and_a_teacher_will_do(tmp_path: Path, tiny_tokenizer: Any) -> None:
     teacher = small("Model", seed=3)
     model = copy.deepcopy(teacher)

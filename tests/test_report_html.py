@@ -147,7 +147,7 @@ def layer(kind: str, number: int, rank: int | None) -> WeightReport:
     return made if rank else replace(made, stored="dense", spectrum=())
 
 
-@pytest.mark.parametrize("kinds", [2, 12])
+@pytest.mark.parametrize("kinds", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_layers_left_dense_are_listed(tmp_path: Path, kinds: int) -> None:
     names = [NASTY, *(f"kind{chr(97 + i)}" for i in range(kinds - 1))]
     layers = tuple(layer(kind, i, None if i == 1 else 4 + i) for i in range(4) for kind in names)

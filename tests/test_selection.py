@@ -208,6 +208,7 @@ def _weight():
     return find_weight(nn.ModuleDict({"a": nn.Linear(3, 4)}), "a")
 
 
+@pytest.mark.slow
 def test_the_weight_whose_type_is_taken_for_the_models_keeps_it(tiny_model) -> None:
     """transformers reads ``model.dtype`` from the first parameter, and models cast their inputs to it."""
     model = tiny_model("bert")

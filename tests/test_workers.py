@@ -184,7 +184,7 @@ def table_file(folder: Path, rows: int = 40_000) -> Path:
     [
         (2, {"layout": "compact"}),
         (3, {"layout": "fast"}),
-        (3, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}),
+        pytest.param(3, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}, marks=pytest.mark.slow),
         pytest.param(3, {"layout": "compact"}, marks=pytest.mark.slow),
         pytest.param(2, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}, marks=pytest.mark.slow),
     ],

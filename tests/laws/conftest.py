@@ -106,7 +106,7 @@ def make(request: pytest.FixtureRequest) -> Case:
     return case
 
 
-QUICK_GRAPHS = {"low_rank", "dense", "interpolative", "nested_with_exact", "empty_bands", "rank_0_flat"}
+QUICK_GRAPHS = {"low_rank", "interpolative", "nested_with_exact", "empty_bands"}
 
 
 @pytest.fixture(

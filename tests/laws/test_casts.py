@@ -153,6 +153,7 @@ def test_it_is_what_it_was_where_no_type_is_named() -> None:
     assert made.decisions[0].note == "dense: asked for"
 
 
+@pytest.mark.slow
 def test_onnx_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -588,6 +588,7 @@ def test_best_keeps_the_budget_and_its_plan_can_be_kept(budget, tmp_path) -> Non
     assert 0.97 * allowed <= report.bytes_after <= allowed
 
 
+@pytest.mark.slow
 def test_best_loses_no_more_than_the_same_share_for_each() -> None:
     def total(recipe) -> float:
         report = kflats.compress_(small(), {"all": recipe}, keep="10%", quiet=True)
@@ -781,7 +782,7 @@ def test_a_plan_says_that_one_flat_was_judged_where_several_will_be_stored() -> 
         assert {option.error_kind for option in found} == {said}
 
 
-@pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=str)
+@pytest.mark.parametrize("method", [SVD(), pytest.param(Flats(k=2), marks=pytest.mark.slow)], ids=str)
 def test_budgets_that_the_container_uses_up_are_named_as_they_were_given(method) -> None:
     for nbytes in (60, 100):
         given = Problem(TensorRows(flat_rows(40, 4, 2)), nbytes, 4)

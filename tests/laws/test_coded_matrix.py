@@ -378,6 +378,7 @@ def test_compiled_without_gradients_a_layer_is_in_its_form(form):
 
 @pytest.mark.usefixtures("_fresh")
 # Forward mode uses torch.jit.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_compiled_for_derivatives_or_autocast_layers_are_plain_operators():
     net, kept = TiedNet(TABLE["ragged groups"](dtype=torch.float32)), Kept()

@@ -156,7 +156,7 @@ def test_a_budget_is_met_from_below_to_one_percent(table, bits):
     assert 0.99 * budget <= found <= budget
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3))])
 def test_small_matrices_fit_although_what_lies_beside_their_symbols_is_most_of_them(seed):
     """Distributions that were made for finer steps leave no room for any symbol: others are made."""
     gen = torch.Generator().manual_seed(seed)
@@ -193,7 +193,10 @@ def test_a_long_row_leaves_the_others_their_bytes_however_many_there_are(bits):
     assert float(lost.sum()) < 1e-5 * 1000 * 32
 
 
-@pytest.mark.parametrize(("bits", "weighted", "above"), [(3.0, False, 0.30), (2.0, True, 0.30), (1.0, True, 0.22)])
+@pytest.mark.parametrize(
+    ("bits", "weighted", "above"),
+    [(3.0, False, 0.30), pytest.param(2.0, True, 0.30, marks=pytest.mark.slow), (1.0, True, 0.22)],
+)
 def test_files_are_near_the_gaussian_bound(bits, weighted, above, tmp_path):
     """Bytes of a file, all counted: labels, axes, layouts, distributions, checksums, scales and the container."""
     matrix, spectrum = cloud(20_000, 64)

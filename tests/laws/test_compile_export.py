@@ -107,6 +107,7 @@ def test_one_compilation_serves_all_lengths(table):
             torch.testing.assert_close(compiled(ids), net(ids))
 
 
+@pytest.mark.slow
 def test_autocast_around_a_compiled_lookup_changes_nothing(table):
     net = FactoredEmbedding(table["ragged"](dtype=torch.float32))
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -181,6 +182,7 @@ def test_traced_graph_does_not_freeze_the_ids_it_saw(table, name):
         torch.testing.assert_close(traced(ids), net(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # inside torch
 def test_onnx(table, tmp_path):
     pytest.importorskip("onnxscript")

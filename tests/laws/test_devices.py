@@ -117,7 +117,7 @@ def test_codecs(method: Any, codec: Any, share: float) -> None:
         (Recipe(SVD(), InputGram()), "50%"),
         # Gradients that hooks receive were made where nothing is watched.
         pytest.param(Recipe(SVD(), KroneckerFisher()), "50%", marks=needs_gpu),
-        (Recipe(KeepDense(), InputGram(), codec=Feedback()), "14%"),
+        pytest.param(Recipe(KeepDense(), InputGram(), codec=Feedback()), "14%", marks=pytest.mark.slow),
         pytest.param(Recipe(KeepDense(), KroneckerFisher(), codec=Feedback()), "14%", marks=needs_gpu),
     ],
     ids=str,

@@ -511,6 +511,7 @@ def test_rows_that_float32_cannot_bring_to_length_1(p):
 # The real table
 
 
+@pytest.mark.slow
 def test_on_the_real_table(minilm):
     """Twelve iterations to a millionth, two per cent after three, definition 1 in adversarial directions."""
     from safetensors import safe_open

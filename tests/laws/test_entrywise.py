@@ -111,6 +111,7 @@ def test_rank_one_of_two_columns_against_all_directions(p):
                 assert float((curve[hollow] - made.error).abs().min()) <= 1e-3 * made.error
 
 
+@pytest.mark.slow
 def test_no_factor_alone_can_be_much_better():
     """The end of the descent, judged by linear programs: with either factor held the other one is nearly the best."""
     for n, d, rank in ((12, 6, 2), (6, 12, 2), (15, 5, 3)):

@@ -246,8 +246,7 @@ def coded(matrix: torch.Tensor, bits: float, weighting: Weighting, recipe: Recip
 FEEDBACK = Recipe(KeepDense(), codec=Feedback())
 
 
-@pytest.mark.parametrize("bits", [1.5, 3.0])
-@pytest.mark.parametrize("sides", ["left", "right", "both"])
+@pytest.mark.parametrize(("bits", "sides"), crossed([1.5, 3.0], ["both", "left", "right"]))
 def test_in_equal_bytes_it_loses_less_than_axes(bits: float, sides: str) -> None:
     pytest.importorskip("constriction")
     n, d = 160, 128
@@ -270,8 +269,7 @@ def test_gaussian_numbers_are_near_the_bound(bits: float) -> None:
     assert used - bound_bits(spectrum, lost) < 0.33
 
 
-@pytest.mark.parametrize("damping", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "damping"), crossed([torch.float32, torch.float16, torch.bfloat16], [0.0, 0.5]))
 def test_candidates_lose_what_they_say(dtype: torch.dtype, damping: float) -> None:
     """Under the damped Grams, of which they speak."""
     pytest.importorskip("constriction")
@@ -344,9 +342,9 @@ def test_a_calibrated_layer_is_coded_saved_and_loaded(matrix_rows, bias: bool, t
     assert lost[FEEDBACK] < 0.5 * lost[Recipe(SVD(), codec=Transform())]
 
 
-@pytest.mark.parametrize(("keep", "exact"), [("5%", False), ("14%", True)])
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_a_calibrated_layer_on_a_grid_is_exact_where_the_bits_allow(keep: str, exact: bool, offset: float) -> None:
+@pytest.mark.parametrize(("budget", "offset"), crossed([("5%", False), ("14%", True)], [0.0, 1e4]))
+def test_a_calibrated_layer_on_a_grid_is_exact_where_the_bits_allow(budget: tuple[str, bool], offset: float) -> None:
+    keep, exact = budget
     """Weights of 15 levels; inputs around zero, or around one mean that is 10,000 times as large as they vary."""
     pytest.importorskip("constriction")
     torch.manual_seed(0)

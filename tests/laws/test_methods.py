@@ -390,7 +390,7 @@ def test_names_of_the_command_line(name, value):
         MESSI(k=3, restarts=1),
         KMeansSVD(k=3),
         Flats(k=3, start="random"),
-        MESSI(k=None, restarts=1),
+        pytest.param(MESSI(k=None, restarts=1), marks=pytest.mark.slow),
         MESSI(k=3, error=Huber(1.0, "median"), restarts=1),
     ],
     ids=["messi", "k-means", "flats", "searched", "huber"],

@@ -232,6 +232,7 @@ def test_numbers_that_are_not_whole_are_refused(given):
         fit_nested(skewed(60, 8, 1), k, levels, budget=budget)
 
 
+@pytest.mark.slow
 def test_more_levels_store_better():
     a = skewed(600, 20, 4)
     w = torch.logspace(0, -3, 600)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
-from table import crossed
+from table import crossed, slow
 
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
@@ -35,6 +35,14 @@ LOSSES = {
 }
 """A new loss is a new row."""
 EVERY = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+EACH_KIND = pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, id=name, marks=() if name in ("power 1", "huber, relative", "truncated") else slow)
+        for name, loss in LOSSES.items()
+    ],
+)
+"""One loss of each kind, and the others as slow cases."""
 WAYS = {
     "uniform": {"rank": 3},
     "one flat": {"k": 1, "rank": 4},
@@ -103,7 +111,7 @@ def test_the_objective_ends_at_the_loss_of_what_is_returned(loss, way):
             assert sum(int(counts[c] + 10) * r for c, r in enumerate(fit.ranks)) + int(counts[3]) * 10 <= way["budget"]
 
 
-@EVERY
+@EACH_KIND
 def test_half_precision_is_fitted_in_float32(loss):
     for dtype in (torch.float16, torch.bfloat16):
         a, _ = table(dtype=dtype)
@@ -161,6 +169,7 @@ def test_gross_outliers_leave_truncated_flats_where_clean_rows_put_them(loss):
         assert inlier_error(a, clean, fit_flats(a, 3, rank=2, seed=seed)) > 3 * inlier_error(a, clean, alone)
 
 
+@pytest.mark.slow
 def test_outliers_of_any_size_leave_truncated_flats_there():
     """Far enough, the outliers own the flats of Power(1) as well: its fit is not where one may begin."""
     for size in (100, 1e4, 1e6):
@@ -286,7 +295,7 @@ TABLES = {
 }
 
 
-@EVERY
+@EACH_KIND
 def test_hard_tables_are_fitted(loss):
     for kind in TABLES:
         if isinstance(loss, Truncated) and loss.unit == "absolute":
@@ -322,6 +331,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 def test_a_search_compares_one_sum():
     """Thresholds in medians differ from k to k: all are judged under the first's."""
     a, w = table(dtype=torch.float32)

@@ -218,6 +218,7 @@ def test_inspect_compare_and_evaluate(classifier: Path) -> None:
     assert "accuracy" in judged
 
 
+@pytest.mark.slow
 def test_recover_trains_what_is_no_code(classifier: Path, tmp_path: Path) -> None:
     given = ("--task", "sst2", "--task-data", classifier / "data", "--epochs", 2, "--batch", 8, "--lr", "1e-2")
     run(

@@ -16,6 +16,7 @@ import transformers
 from architectures import ARCHITECTURES, VOCABULARY, is_t5
 from crew import together
 from safetensors.torch import load_file, save_file
+from table import crossed
 from torch import nn
 
 import kflats
@@ -223,9 +224,10 @@ def assert_same_statistics(first: Any, second: Any) -> None:
             assert same, (name, field)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma3", "qwen2", "roberta"])
+@pytest.mark.parametrize(
+    ("name", "tied", "dtype"),
+    crossed(["bert", "gpt2", "llama", "gemma3", "qwen2", "roberta"], [False, True], [torch.float32, torch.float16]),
+)
 def test_layer_by_layer_is_the_same_to_the_bit(
     name: str, tied: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,8 +245,7 @@ def test_layer_by_layer_is_the_same_to_the_bit(
     assert not list(tmp_path.glob("layers-*"))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("count", "dtype"), crossed([2, 4], [torch.float32, torch.float16]))
 def test_several_workers_measure_layer_by_layer_too(
     count: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +292,7 @@ class Skipping(nn.Module):
         return self.head(states[-1] + states[1])
 
 
-@pytest.mark.parametrize("name", ["t5", "albert", "skipping"])
+@pytest.mark.parametrize("name", ["albert", "skipping", pytest.param("t5", marks=pytest.mark.slow)])
 def test_what_is_no_chain_is_measured_in_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Skipping() if name == "skipping" else ARCHITECTURES[name].make(False)
     weights = find_weights(model)

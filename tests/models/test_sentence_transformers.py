@@ -101,6 +101,7 @@ def test_its_own_layers_are_left_alone(minilm: Path) -> None:
         find_weight(model, dense)
 
 
+@pytest.mark.slow
 def test_the_transformer_in_a_folder_of_its_own(minilm: Path, tmp_path: Path) -> None:
     """Older sentence-transformers models keep it in ``0_Transformer``, and so does what is made of them."""
     old, inner = tmp_path / "old", tmp_path / "old" / "0_Transformer"

@@ -193,8 +193,8 @@ def test_token_weights_and_shared_rows_of_model2vec(tmp_path: Path) -> None:
     [
         ("integers", {"size": "60%"}),
         ("integers", {"keep": "30%"}),
-        ("shared rows", {}),
         ("shared rows", {"size": "4 bits"}),
+        pytest.param("shared rows", {}, marks=pytest.mark.slow),
         pytest.param("integers", {}, marks=pytest.mark.slow),
         pytest.param("integers", {"size": "4 bits"}, marks=pytest.mark.slow),
         pytest.param("shared rows", {"size": "60%"}, marks=pytest.mark.slow),
