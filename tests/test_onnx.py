@@ -266,6 +266,16 @@ def test_what_is_refused(
     sees = transformers.ViTModel(transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     with pytest.raises(KflatsError, match="pooled is not supported with ViTModel, which reads images"):
         export_onnx(sees, goal, pooled=True)
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "num_mel_bins": 4}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    hears = transformers.WhisperModel(transformers.WhisperConfig(**sizes, **heads, **tokens))
+    for pooled in (False, True):  # the way out is the same, and none that is refused
+        with pytest.raises(
+            KflatsError, match=r"WhisperModel cannot be recorded as one graph.*Try: an exporter"
+        ) as said:
+            export_onnx(hears, goal, pooled=pooled)
+        assert "Try: an exporter of generation" in str(said.value)
     assert list(tmp_path.iterdir()) == []
     goal.write_text("old")
     with pytest.raises(KflatsError, match="exists already"):

@@ -492,8 +492,8 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
         return _any_graph(model, inputs)
     known = any(part is model for _, part in pretrained_models(model))
     reads_text = known and "input_ids" in forward
-    if known and not pooled and is_encoder_decoder(model):
-        encoder = "pooled=True for its encoder, or " if "input_ids" in forward else ""
+    if known and is_encoder_decoder(model) and not (pooled and reads_text):
+        encoder = "pooled=True for its encoder, or " if reads_text else ""
         raise KflatsError(
             f"{type(model).__name__} cannot be recorded as one graph",
             cause="its decoder runs once for each token, with a state",
