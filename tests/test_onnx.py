@@ -271,11 +271,8 @@ def test_what_is_refused(
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
     hears = transformers.WhisperModel(transformers.WhisperConfig(**sizes, **heads, **tokens))
     for pooled in (False, True):  # the way out is the same, and none that is refused
-        with pytest.raises(
-            KflatsError, match=r"WhisperModel cannot be recorded as one graph.*Try: an exporter"
-        ) as said:
+        with pytest.raises(KflatsError, match=r"WhisperModel cannot be recorded as one graph.*Try: an exporter"):
             export_onnx(hears, goal, pooled=pooled)
-        assert "Try: an exporter of generation" in str(said.value)
     assert list(tmp_path.iterdir()) == []
     goal.write_text("old")
     with pytest.raises(KflatsError, match="exists already"):
