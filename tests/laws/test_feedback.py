@@ -16,8 +16,18 @@ from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem
-from kflats.numerics.coding.feedback import MetricSide, Rounded, Rounding, designed, round_with_feedback, side_of
+from kflats.numerics.coding.feedback import (
+    MetricSide,
+    Rounded,
+    Rounding,
+    ToRound,
+    designed,
+    round_with_feedback,
+    rounded_together,
+    side_of,
+)
 from kflats.numerics.coding.quantizers import TRADE
+from kflats.numerics.coding.trellis import PathRounding
 from kflats.numerics.rows import TensorRows
 
 
@@ -115,6 +125,46 @@ def test_blocks_and_anti_diagonals_are_the_scalar_loop(
     made = round_with_feedback(matrix, rows, columns, row_steps, column_steps, how)
     expected = scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how)
     assert torch.equal(made.levels, expected)
+
+
+@pytest.mark.parametrize("block", [3, 384])
+def test_matrices_that_are_rounded_together_are_those_rounded_alone(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, in any company: of their shape with other distributions, of another one, along paths, not coupled."""
+    for name in ("_BLOCK", "PATH_BLOCK"):
+        monkeypatch.setattr(kflats.numerics.coding.feedback, name, block)
+    given = []
+    for seed, (n, d, coupled, paths, priced) in enumerate(
+        [
+            (8, 10, "both", False, False),
+            (8, 10, "both", True, True),
+            (8, 10, "both", False, True),
+            (8, 10, "right", True, False),
+            (8, 10, "both", True, True),
+            (8, 10, "both", False, True),
+            (8, 10, "right", True, True),
+            (8, 10, "right", True, True),
+            (7, 10, "both", False, True),
+            (8, 10, "none", False, True),
+            (8, 10, "left", False, True),
+            (8, 10, "right", False, True),
+        ]
+    ):
+        matrix, labels = normal(n, d, seed).float(), torch.arange(n) % 2
+        rows = side_of(gram(n, seed + 20) if coupled in ("both", "left") else None, n, ordered=not paths)
+        columns = side_of(gram(d, seed + 40) if coupled in ("both", "right") else None, d, ordered=not paths)
+        steps = steps_of(rows, 0.5 + 0.1 * seed), steps_of(columns, 0.9)
+        kind = PathRounding if paths else Rounding
+        how: Rounding | PathRounding = kind.plain((n, d))
+        if priced:
+            how = kind.priced(designed(round_with_feedback(matrix, rows, columns, *steps, how), labels), labels)
+        given.append(ToRound(matrix, rows, columns, *steps, how))
+    for one, made in zip(given, rounded_together(given), strict=True):
+        alone = round_with_feedback(one.matrix, one.rows, one.columns, one.row_steps, one.column_steps, one.how)
+        assert torch.equal(made.levels, alone.levels)
+        assert torch.equal(made.targets, alone.targets)
+    assert rounded_together([]) == []
 
 
 @pytest.mark.parametrize(("n", "d"), SHAPES)

@@ -17,10 +17,11 @@ are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -206,52 +207,113 @@ def round_with_feedback(
     >>> round_with_feedback(matrix, side_of(None, 1), metric, *steps, Rounding.plain((1, 2))).levels.tolist()
     [[0, 1]]
     """
-    if not bool(torch.isfinite(matrix).all()):
-        raise KflatsError(
-            "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
-        )
-    if isinstance(how, PathRounding):
-        return _along_paths(matrix, rows, columns, row_steps, column_steps, how)
-    if rows.couplings is not None and columns.couplings is None:
-        made = round_with_feedback(matrix.T, columns, rows, column_steps, row_steps, how.turned())
-        return Rounded(made.levels.T, made.targets.T)
-    dtype, grid = matrix.dtype, (rows.order.unsqueeze(1), columns.order.unsqueeze(0))
-    # All that follows is in steps.
-    wanted = (matrix / torch.outer(row_steps, column_steps).to(dtype))[grid]
-    across, down = _in_steps(columns, column_steps, dtype), _in_steps(rows, row_steps, dtype)
-    lists = _Lists.of(how, dtype)
-    contexts = how.contexts[grid]
-    shrink, places = how.shrink.to(dtype)[contexts], contexts * (lists.last + 1)
-    if across is None:
-        values, seen = lists.values(wanted, shrink, places), wanted
-    elif down is None:
-        values, seen = _by_columns(wanted, across, shrink, places, lists)
-    else:
-        size = min(_BLOCK, max(wanted.shape))
-        entries = _Entries(lists, _tiles(shrink, size), _tiles(places, size))
-        values, seen = _by_blocks(wanted, across, down, size, entries)
-    levels, targets = torch.empty(matrix.shape, dtype=torch.int16), torch.empty_like(wanted)
+    (made,) = rounded_together([ToRound(matrix, rows, columns, row_steps, column_steps, how)])
+    return made
+
+
+@dataclass(frozen=True)
+class ToRound:
+    """What ``round_with_feedback`` takes."""
+
+    matrix: Tensor
+    rows: MetricSide
+    columns: MetricSide
+    row_steps: Tensor
+    column_steps: Tensor
+    how: Rounding | PathRounding
+
+
+def rounded_together(given: Sequence[ToRound]) -> list[Rounded]:
+    """``round_with_feedback`` of several matrices, to the same bits.
+
+    Matrices of one shape take their vector operations together: those of one alone are so short that most of their
+    time goes into calls.
+    """
+    begun = [_begun(one) for one in given]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, one in enumerate(begun):
+        if isinstance(one, _Blocks):
+            alike.setdefault(one.kind, []).append(place)
+    made: dict[int, Rounded] = {place: one for place, one in enumerate(begun) if isinstance(one, Rounded)}
+    for places in alike.values():
+        several = [one for place in places if isinstance(one := begun[place], _Blocks)]
+        for place, one, found in zip(places, several, _by_blocks(several), strict=True):
+            made[place] = one.finished(*found)
+    return [made[place] for place in range(len(given))]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A matrix to be rounded in blocks of size x size, in steps and in the order of rounding; ``order``: of its rows
+    and columns."""
+
+    wanted: Tensor
+    across: Tensor | None
+    down: Tensor | None
+    size: int
+    symbols: _Symbols
+    how: Rounding | PathRounding
+    order: tuple[Tensor, Tensor]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those of one kind are rounded together."""
+        sides = self.across is None, self.down is None
+        return self.wanted.shape, self.wanted.dtype, sides, self.size, self.symbols.kind
+
+    def finished(self, values: Tensor, seen: Tensor) -> Rounded:
+        """In the order of the matrix."""
+        if isinstance(self.how, PathRounding):  # they are in that order
+            return Rounded(self.how.symbols(values), seen)
+        shrink = self.how.shrink.to(values.dtype)[self.how.contexts[self.order]]
+        return _in_order(self.order, shrink, values, seen)
+
+
+def _in_order(grid: tuple[Tensor, Tensor], shrink: Tensor, values: Tensor, seen: Tensor) -> Rounded:
+    levels, targets = torch.empty(seen.shape, dtype=torch.int16), torch.empty_like(seen)
     levels[grid] = ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
     targets[grid] = seen
     return Rounded(levels, targets)
 
 
-def _along_paths(
-    matrix: Tensor, rows: MetricSide, columns: MetricSide, row_steps: Tensor, column_steps: Tensor, how: PathRounding
-) -> Rounded:
-    for side in (rows, columns):
-        if not torch.equal(side.order, torch.arange(len(side.order))):
-            raise KflatsError(
-                "paths are not supported with rows or columns in another order",
-                cause="they follow the order of the matrix",
-            )
-    wanted = matrix / torch.outer(row_steps, column_steps).to(matrix.dtype)
-    across, down = _in_steps(columns, column_steps, matrix.dtype), _in_steps(rows, row_steps, matrix.dtype)
-    if across is None and down is None:
-        return Rounded(how.levels(wanted), wanted)
-    size = min(PATH_BLOCK, max(wanted.shape))
-    values, seen = _by_blocks(wanted, across, down, size, _Paths(how, _tiles(how.contexts, size)))
-    return Rounded(how.symbols(values), seen)
+def _begun(one: ToRound) -> Rounded | _Blocks:
+    """What goes into blocks, or else what is rounded already."""
+    matrix, rows, columns, how = one.matrix, one.rows, one.columns, one.how
+    if not bool(torch.isfinite(matrix).all()):
+        raise KflatsError(
+            "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
+        )
+    paths = isinstance(how, PathRounding)
+    if paths and not all(torch.equal(side.order, torch.arange(len(side.order))) for side in (rows, columns)):
+        raise KflatsError(
+            "paths are not supported with rows or columns in another order",
+            cause="they follow the order of the matrix",
+        )
+    if not isinstance(how, PathRounding) and rows.couplings is not None and columns.couplings is None:
+        turned = ToRound(matrix.T, columns, rows, one.column_steps, one.row_steps, how.turned())
+        made = _begun(turned)
+        assert isinstance(made, Rounded)
+        return Rounded(made.levels.T, made.targets.T)
+    dtype, grid = matrix.dtype, (rows.order.unsqueeze(1), columns.order.unsqueeze(0))
+    # All that follows is in steps.
+    wanted = matrix / torch.outer(one.row_steps, one.column_steps).to(dtype)
+    across, down = _in_steps(columns, one.column_steps, dtype), _in_steps(rows, one.row_steps, dtype)
+    if isinstance(how, PathRounding):
+        if across is None and down is None:
+            return Rounded(how.levels(wanted), wanted)
+        size = min(PATH_BLOCK, max(wanted.shape))
+        return _Blocks(wanted, across, down, size, _Paths(how, _tiles(how.contexts, size)), how, grid)
+    wanted, lists, contexts = wanted[grid], _Lists.of(how, dtype), how.contexts[grid]
+    shrink, places = how.shrink.to(dtype)[contexts], contexts * (lists.last + 1)
+    if across is not None and down is not None:
+        size = min(_BLOCK, max(wanted.shape))
+        entries = _Entries(lists, _tiles(shrink, size), _tiles(places, size))
+        return _Blocks(wanted, across, down, size, entries, how, grid)
+    if across is None:
+        values, seen = lists.values(wanted, shrink, places), wanted
+    else:
+        values, seen = _by_columns(wanted, across, shrink, places, lists)
+    return _in_order(grid, shrink, values, seen)
 
 
 def _in_steps(side: MetricSide, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -307,6 +369,15 @@ def _by_columns(wanted: Tensor, across: Tensor, shrink: Tensor, places: Tensor, 
 class _Symbols(Protocol):
     """The values of symbols in blocks of one size."""
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those of one kind can be joined."""
+        ...
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Of several matrices, the blocks of this one first."""
+        ...
+
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Symbols:
         """Of the K blocks ``at`` these places, of which only so many rows and columns are in the matrix."""
         ...
@@ -324,8 +395,22 @@ class _Entries:
     shrink: Tensor
     places: Tensor
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return _Entries, self.lists.last
+
+    def joined(self, others: Sequence[_Entries]) -> _Entries:
+        every, lists = (self, *others), [one.lists for one in (self, *others)]
+        begins = itertools.accumulate((len(one.up) for one in lists[:-1]), initial=0)
+        return _Entries(
+            _Lists(torch.cat([one.up for one in lists]), torch.cat([one.live for one in lists]), self.lists.last),
+            _stacked([one.shrink for one in every]),
+            _stacked([one.places + begin if begin else one.places for one, begin in zip(every, begins, strict=True)]),
+        )
+
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Entries:
-        return replace(self, shrink=self.shrink[at], places=self.places[at])
+        shrink, places = (of[:, at[0], at[1]].flatten(0, 1) for of in (self.shrink, self.places))
+        return replace(self, shrink=shrink, places=places)
 
     def values(self, targets: Tensor, s: int) -> Tensor:
         return self.lists.values(targets, _anti_diagonal(self.shrink, s), _anti_diagonal(self.places, s))
@@ -340,11 +425,27 @@ class _Paths:
     contexts: Tensor
     shapes: tuple[tuple[tuple[int, int], list[int]], ...] = ()
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return _Paths, self.how.price.shape[1]
+
+    def joined(self, others: Sequence[_Paths]) -> _Paths:
+        every = (self, *others)
+        begins = itertools.accumulate((len(one.how.shrink) for one in every[:-1]), initial=0)
+        how = replace(
+            self.how,
+            shrink=torch.cat([one.how.shrink for one in every]),
+            price=torch.cat([one.how.price for one in every]),
+        )
+        shifted = [one.contexts + begin if begin else one.contexts for one, begin in zip(every, begins, strict=True)]
+        return _Paths(how, _stacked(shifted))
+
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Paths:
         alike: dict[tuple[int, int], list[int]] = {}
-        for block, shape in enumerate(zip(heights, widths, strict=True)):
+        for block, shape in enumerate(list(zip(heights, widths, strict=True)) * len(self.contexts)):
             alike.setdefault(shape, []).append(block)
-        return replace(self, contexts=self.contexts[at], shapes=tuple(alike.items()))
+        contexts = self.contexts[:, at[0], at[1]].flatten(0, 1)
+        return replace(self, contexts=contexts, shapes=tuple(alike.items()))
 
     def values(self, targets: Tensor, s: int) -> Tensor:
         contexts, made = _anti_diagonal(self.contexts, s), torch.zeros_like(targets)
@@ -358,45 +459,58 @@ class _Paths:
         return made
 
 
-def _by_blocks(
-    wanted: Tensor, across: Tensor | None, down: Tensor | None, size: int, symbols: _Symbols
-) -> tuple[Tensor, Tensor]:
-    """Values and targets, in blocks of size x size.
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Of one it is a view: a large matrix is not copied."""
+    return torch.stack(list(parts)) if len(parts) > 1 else parts[0].unsqueeze(0)
+
+
+def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
+    """Values and targets of matrices of one kind.
 
     With errors e, and m = e + e across', the targets are wanted + e across' + down m.
     """
-    (n, d) = wanted.shape
+    one, count = given[0], len(given)
+    (n, d), size, symbols = one.wanted.shape, one.size, one.symbols.joined([other.symbols for other in given[1:]])
     tall, wide = -(-n // size), -(-d // size)
-    own = _tiles(wanted, size)
-    across, down = (None if of is None else _tiles(of, size) for of in (across, down))
+    # (count, tall, wide, size, size)
+    own = _stacked([_tiles(each.wanted, size) for each in given])
+    across = [_tiles(each.across, size) for each in given if each.across is not None]
+    down = [_tiles(each.down, size) for each in given if each.down is not None]
     errors, mixed, targets = (torch.empty_like(own) for _ in range(3))
     for diagonal in range(tall + wide - 1):
         i = range(max(0, diagonal - wide + 1), min(tall, diagonal + 1))
         rows = torch.tensor(i)
-        at = rows, diagonal - rows
-        mine, coupled = own[at], torch.zeros_like(own[at])
-        for block, r in enumerate(i):
-            c = diagonal - r
-            if across is not None:
-                for before in range(c):
-                    mine[block].addmm_(errors[r, before], across[c, before].T)
-            if down is not None:
-                for above in range(r):
-                    coupled[block].addmm_(down[r, above], mixed[above, c])
+        columns = diagonal - rows
+        here = own[:, rows, columns]
+        mine, coupled = here.clone(), torch.zeros_like(here)
+        for matrix in range(count):
+            for block, r in enumerate(i):
+                c = diagonal - r
+                if across:
+                    for before in range(c):
+                        mine[matrix, block].addmm_(errors[matrix, r, before], across[matrix][c, before].T)
+                if down:
+                    for above in range(r):
+                        coupled[matrix, block].addmm_(down[matrix][r, above], mixed[matrix, above, c])
         heights, widths = [n - r * size for r in i], [d - (diagonal - r) * size for r in i]
-        chosen = symbols.of(at, [min(size, h) for h in heights], [min(size, w) for w in widths])
+        chosen = symbols.of((rows, columns), [min(size, h) for h in heights], [min(size, w) for w in widths])
+        here, mine, coupled = (of.flatten(0, 1) for of in (here, mine, coupled))
         with _one_thread():
             made = _within(
-                own[at],
+                here,
                 mine,
                 coupled,
-                None if across is None else across[at[1], at[1]],
-                None if down is None else down[rows, rows],
+                torch.cat([of[columns, columns] for of in across]) if across else None,
+                torch.cat([of[rows, rows] for of in down]) if down else None,
                 chosen,
             )
-        errors[at], mixed[at], targets[at] = own[at] - made, mine - made, mine + coupled
-    whole, seen = (of.transpose(1, 2).reshape(tall * size, wide * size)[:n, :d] for of in (own - errors, targets))
-    return whole, seen
+        found = (here - made, mine - made, mine + coupled)
+        for all_of, part in zip((errors, mixed, targets), found, strict=True):
+            all_of[:, rows, columns] = part.unflatten(0, (count, len(i)))
+    values, seen = (
+        of.transpose(2, 3).reshape(count, tall * size, wide * size)[:, :n, :d] for of in (own - errors, targets)
+    )
+    return list(zip(values, seen, strict=True))
 
 
 @contextmanager
