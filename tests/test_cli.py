@@ -436,7 +436,11 @@ def test_the_papers_way(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [("pooled", Projections(of="pooled")), ("logits", Projections(of="logits")), ("sampled", SampledLabels())],
+    [
+        ("pooled", Projections(of="pooled")),
+        pytest.param("logits", Projections(of="logits"), marks=pytest.mark.slow),
+        pytest.param("sampled", SampledLabels(), marks=pytest.mark.slow),
+    ],
 )
 def test_the_objective_can_be_named(name: str, objective: object, tiny: Path, texts: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.safetensors"
@@ -495,8 +499,8 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        (("--method", "robust-svd", "--p", "1"), RobustSVD(p=1.0)),
-        (("--method", "entrywise", "--p", "1"), Entrywise(p=1.0)),
+        pytest.param(("--method", "robust-svd", "--p", "1"), RobustSVD(p=1.0), marks=pytest.mark.slow),
+        pytest.param(("--method", "entrywise", "--p", "1"), Entrywise(p=1.0), marks=pytest.mark.slow),
         (("--method", "flats", "--flats", "2", "--error", "power 1"), Flats(k=2, error=Power(1.0))),
     ],
     ids=["robust-svd", "entrywise", "flats"],

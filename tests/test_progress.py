@@ -57,6 +57,7 @@ def test_lines_come_every_few_seconds_and_later_every_half_minute(
     assert gaps[-1] == 30
 
 
+@pytest.mark.slow
 def test_every_long_phase_of_a_compression_is_shown(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

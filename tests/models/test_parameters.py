@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from table import crossed
 
 from kflats import SVD, Auto, Float, Integer, KeepDense, Recipe, Transform, compress_
 from kflats.common.errors import KflatsError, KflatsWarning
@@ -87,8 +88,7 @@ def test_every_large_parameter_is_a_weight(name: str) -> None:
     assert known > 0.93 * sum(4 * parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "recipe"), crossed(MODELS, RECIPES))
 def test_parameters_come_back_from_files_as_they_were(name: str, recipe: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path / "original")
     model = load_model(tmp_path / "original").eval()
