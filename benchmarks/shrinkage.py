@@ -20,6 +20,7 @@ from kflats.codecs.feedback import _Source
 from kflats.demo import packaged_model
 from kflats.io import load_model
 from kflats.model.weights import find_weights
+from kflats.numerics.coding.feedback import rounded_together
 from kflats.planning.calibration_data import CalibrationData
 
 POWERS = (-1.5, -0.5, 0.75, 2.25)
@@ -40,10 +41,13 @@ def main() -> None:
         targets = source.likely(source.size, given.dtype, None)
         for power in POWERS:
             c = source.size * 2.0**power
-            first = source.code(c, given.dtype, source.rounding(targets / 2.0**power, given.dtype))
-            code = source.code(c, given.dtype, source.rounding(first.targets, given.dtype))
+            how = source.rounding(targets / 2.0**power, given.dtype)
+            for _ in range(2):
+                (made,) = rounded_together([source.to_round(c, given.dtype, how)])
+                code = source.code(c, given.dtype, how, made)
+                how = source.rounding(code.targets, given.dtype)
             _, row_steps, column_steps = source.steps(c, given.dtype)
-            values = (code.matrix.dense() / torch.outer(row_steps, column_steps)).double()
+            values = (code.stored.matrix.dense() / torch.outer(row_steps, column_steps)).double()
             sizes = torch.outer(source.rows.scale * row_steps, source.columns.scale * column_steps).square()
             factor = (sizes * code.targets * values).sum(0) / (sizes * values.square()).sum(0).clamp_min(1e-12)
             left = float((sizes * (code.targets - values * factor).square()).sum())

@@ -10,6 +10,8 @@ The last line is what the machine allows: as many commands of one process each, 
 for nothing. They share caches and memory; "speed-up" is then how many times as much work is done in a second.
 
     python benchmarks/workers.py --write benchmarks/results/workers.md
+
+``--at-once 0`` leaves that line out.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Line:
 
 
 def main() -> None:
-    options = arguments(__doc__, size="8MB", counts="1,2", rounds=3)
+    options = arguments(__doc__, size="8MB", counts="1,2", rounds=3, at_once=1)
     lines: dict[str, Line] = {}
     digests, cores = set[str](), len(os.sched_getaffinity(0))
     counts = [int(count) for count in options.counts.split(",")]
@@ -85,8 +87,9 @@ def main() -> None:
                 asked = command(out, "--size", options.size, "--workers", str(count))
                 seconds = run(str(count), [asked], [out], alone)
                 alone = alone or seconds
-            several = [command(folder, "--size", options.size) for folder in beside]
-            run(f"{counts[-1]} commands at once", several, beside, alone)
+            if options.at_once:
+                several = [command(folder, "--size", options.size) for folder in beside]
+                run(f"{counts[-1]} commands at once", several, beside, alone)
     body = [
         {
             "workers": name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import kflats
 from kflats import (
     SVD,
     Auto,
+    Feedback,
     Flats,
     InputGram,
+    KeepDense,
     KroneckerFisher,
     Projections,
     Recipe,
@@ -25,6 +28,7 @@ from kflats import (
     TokenFisher,
 )
 from kflats.common.errors import KflatsError
+from kflats.compress import fitting
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io.atomic import MANIFEST
@@ -169,6 +173,31 @@ def files(folder: Path) -> dict[str, bytes]:
     """The files of a folder, without the report, which holds seconds, and the manifest, which holds its hash."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (REPORT_FILE, MANIFEST)]
     return {p.name: p.read_bytes() for p in paths}
+
+
+def test_layers_that_are_encoded_together_keep_their_own_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three has a budget that holds no code: the error names it, and what was fitted before it is kept."""
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+    made = plan(model, {"linear": Recipe(KeepDense(), codec=Feedback())}, keep="30%")
+    first, second, third = made.decisions
+    made = replace(made, decisions=(first, replace(second, budget_bytes=60), third), allocation="uniform")
+    partial = fitting.Partial(tmp_path / "out", "a model")
+    with pytest.raises(KflatsError, match=r"^1.*cannot hold codes"):
+        fitting.factorize(model, made, CalibrationData(), 0, True, partial)
+    left = [partial.get(name) is not None for name in ("0", "1", "2")]
+    assert left == [True, False, False]
+
+    fitted: list[str] = []
+    fit = fitting._fit
+    monkeypatch.setattr(
+        fitting, "_fit", lambda model, ones, *more: fitted.append(ones[0].weight.name) or fit(model, ones, *more)
+    )
+    made = replace(made, decisions=(first, replace(second, budget_bytes=third.budget_bytes), third))
+    done = fitting.factorize(model, made, CalibrationData(), 0, True, partial)
+    assert fitted == ["1"]  # and with it the third, of its shape
+    assert [one.decision.weight.name for one in done] == ["0", "1", "2"]
 
 
 def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> None:

@@ -167,6 +167,35 @@ def test_matrices_that_are_rounded_together_are_those_rounded_alone(
     assert rounded_together([]) == []
 
 
+def test_matrices_that_are_encoded_together_are_those_encoded_alone() -> None:
+    """To the byte, whatever each one's budget asks for: the grid, paths, both, or a search that ends sooner."""
+    pytest.importorskip("constriction")
+    n, d = 40, 48
+    problems = [
+        Problem(TensorRows(normal(n, d, seed).float()), round(bits * n * d / 8), 4, Weighting(left, right))
+        for seed, (bits, left, right) in enumerate(
+            [
+                (1.2, gram(n, 1), gram(d, 2)),
+                (2.0, gram(n, 3), gram(d, 4)),
+                (4.0, gram(n, 5), gram(d, 6)),
+                (6.0, gram(n, 7), None),
+                (3.0, None, None),
+            ]
+        )
+    ]
+    together = Feedback().encode_together(KeepDense(), problems, torch.float32)
+    for problem, made in zip(problems, together, strict=True):
+        alone = Feedback().encode(KeepDense(), problem, torch.float32)
+        assert made.nbytes == alone.nbytes <= problem.nbytes
+        assert torch.equal(made.matrix.dense(), alone.matrix.dense())
+
+
+def test_large_matrices_are_encoded_one_at_a_time() -> None:
+    codec = Feedback()
+    assert codec.together((384, 384)) > 1
+    assert codec.together((4096, 4096)) == codec.together((8, 50_000)) == 1
+
+
 @pytest.mark.parametrize(("n", "d"), SHAPES)
 @pytest.mark.parametrize("sides", ["left", "right", "none", "weights"])
 @pytest.mark.parametrize("block", [3, 384])

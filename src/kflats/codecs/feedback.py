@@ -8,8 +8,9 @@ trellis (``numerics.coding.trellis``) where that loses less.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,15 @@ from kflats.matrices.coded import STEPS_AN_OCTAVE, from_integers
 from kflats.methods.keep_dense import KeepDense
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.classes import split_classes
-from kflats.numerics.coding.feedback import MetricSide, Rounded, Rounding, designed, round_with_feedback, side_of
+from kflats.numerics.coding.feedback import (
+    MetricSide,
+    Rounded,
+    Rounding,
+    ToRound,
+    designed,
+    rounded_together,
+    side_of,
+)
 from kflats.numerics.coding.quantizers import Quantizer
 from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
@@ -64,6 +73,12 @@ _PATH_SHARE = 0.8
 """The squared error of paths as a share of that of a grid, at equal bytes, about: ``benchmarks/paths.py``."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
+_TOGETHER, _TOGETHER_BYTES = 4, 2**27
+"""How many matrices are encoded together at most, and what they and their Gram matrices take at most."""
+
+_Result = TypeVar("_Result")
+_Search: TypeAlias = Generator[ToRound, Rounded, _Result]
+"""A search of a code, which hands out what is to be rounded and is sent what came of it."""
 
 
 @dataclass(frozen=True)
@@ -132,42 +147,57 @@ class Feedback(Codec):
                 continue
             targets = source.likely(c, table.dtype, None if power in _FINE else code)
             how = source.rounding(targets, table.dtype)
-            code = source.code(c, table.dtype, how, targets if power in _FINE else None)
+            guess = Rounded(how.levels(targets), targets)
+            (made,) = [guess] if power in _FINE else rounded_together([source.to_round(c, table.dtype, how)])
+            code = source.code(c, table.dtype, how, made)
             share = _PATH_SHARE if _takes_paths(table.rows.shape, code.nbytes) else 1.0
             measured.append(Candidate(method, self, code.nbytes, share * code.error))
         yield from between(measured, table.numbers)
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
         """As ``Codec.encode``."""
-        check_accepts(type(self).__name__, method.accepts, problem.weighting)
-        check_finite(problem.rows)
-        if problem.weighting.form.left == "diagonal":
-            check_weights(problem.row_weights, problem.rows.shape[0])
+        (made,) = self.encode_together(method, [problem], dtype)
+        return made
+
+    def together(self, shape: tuple[int, int]) -> int:
+        """As ``Codec.together``: four small matrices."""
+        n, d = shape
+        return max(1, min(_TOGETHER, _TOGETHER_BYTES // (4 * n * d + 8 * (n * n + d * d))))
+
+    def encode_together(self, method: Method, problems: Sequence[Problem], dtype: torch.dtype) -> list[Factored]:
+        """As ``Codec.encode_together``: matrices of one shape that wait for their rounding are rounded together."""
+        for problem in problems:
+            check_accepts(type(self).__name__, method.accepts, problem.weighting)
+            check_finite(problem.rows)
+            if problem.weighting.form.left == "diagonal":
+                check_weights(problem.row_weights, problem.rows.shape[0])
+        return [best.stored for best in _found([self._encoded(problem, dtype) for problem in problems])]
+
+    def _encoded(self, problem: Problem, dtype: torch.dtype) -> _Search[_Code]:
+        """The code of one matrix."""
         # Factors of Gram matrices may be most of the memory: a source lives no longer than its codes are made.
         source = _Source.of(problem.rows, problem.weighting, self.damping)
         guess, how = _guessed(source, problem.nbytes, dtype)
 
-        def on_grid(source: _Source) -> _Code:
+        def on_grid(source: _Source) -> _Search[_Code]:
             return _at_size(source, problem.nbytes, dtype, guess.c, how, source.rounding)
 
         if not _takes_paths(problem.rows.shape, problem.nbytes):
-            best = on_grid(source)
-        else:
-            grid = on_grid(source) if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
-            c = max(source.finest, (grid or guess).c / 2)  # at equal rates steps of paths are half as large
-            del source
-            best = self._along_paths(problem, dtype, c)
-            if grid is None and best.error > _CLEARLY * guess.error:
-                grid = on_grid(_Source.of(problem.rows, problem.weighting, self.damping))
-            best = min(best, grid or best, key=lambda code: code.error)
-        return best.stored
+            return (yield from on_grid(source))
+        grid = (yield from on_grid(source)) if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
+        c = max(source.finest, (grid or guess).c / 2)  # at equal rates steps of paths are half as large
+        del source
+        best = yield from self._along_paths(problem, dtype, c)
+        if grid is None and best.error > _CLEARLY * guess.error:
+            grid = yield from on_grid(_Source.of(problem.rows, problem.weighting, self.damping))
+        return min(best, grid or best, key=lambda code: code.error)
 
-    def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float) -> _Code:
+    def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float) -> _Search[_Code]:
         """The code whose integers follow paths, by tries that begin at ``c``."""
         # In the order of the matrix, paths lose more where most rows or columns hardly count.
         source = _Source.of(problem.rows, problem.weighting, self.damping, paths=True)
         first = source.path_rounding(source.likely(c, dtype, None), dtype)
-        return _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding)
+        return (yield from _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding))
 
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
@@ -284,13 +314,14 @@ class _Source:
         quantizer = designed(Rounded(how.levels(targets), targets), self.labels)
         return replace(quantizer, shrink=quantizer.shrink.to(dtype).to(torch.float32))
 
-    def code(self, c: float, dtype: torch.dtype, how: Rounding | PathRounding, targets: Tensor | None = None) -> _Code:
-        """The code at ``c``; of these ``targets``, where they are guessed: nothing is then fed back."""
+    def to_round(self, c: float, dtype: torch.dtype, how: Rounding | PathRounding) -> ToRound:
+        """The matrix with its steps at ``c``."""
+        _, row_steps, column_steps = self.steps(c, dtype)
+        return ToRound(self.matrix, self.rows, self.columns, row_steps, column_steps, how)
+
+    def code(self, c: float, dtype: torch.dtype, how: Rounding | PathRounding, made: Rounded) -> _Code:
+        """The code at ``c`` of the integers that were ``made`` by ``how``."""
         held, row_steps, column_steps = self.steps(c, dtype)
-        if targets is None:
-            made = round_with_feedback(self.matrix, self.rows, self.columns, row_steps, column_steps, how)
-        else:
-            made = Rounded(how.levels(targets), targets)
         sizes = torch.outer(self.rows.scale * row_steps, self.columns.scale * column_steps)
         error = float((sizes * (made.targets - how.values(made.levels))).square().sum())
         count, d = len(self.row_steps), self.matrix.shape[1]
@@ -308,6 +339,22 @@ class _Source:
         return _Code(coded(matrix), c, made.targets, error, int((made.levels != 0).sum()))
 
 
+def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:
+    """What searches find that go on side by side: all that waits for its rounding is rounded together."""
+    found: dict[int, _Result] = {}
+    rounded: dict[int, Rounded | None] = dict.fromkeys(range(len(searches)))
+    while rounded:
+        waiting: dict[int, ToRound] = {}
+        for place in list(rounded):
+            search, made = searches[place], rounded.pop(place)
+            try:
+                waiting[place] = next(search) if made is None else search.send(made)
+            except StopIteration as end:
+                found[place] = end.value
+        rounded = dict(zip(waiting, rounded_together(list(waiting.values())), strict=True))
+    return [found[place] for place in range(len(searches))]
+
+
 def _takes_paths(shape: tuple[int, int], nbytes: int) -> bool:
     least, most = _PATH_BITS
     return min(shape) >= SHORTEST and least <= 8 * nbytes / (shape[0] * shape[1]) <= most
@@ -320,7 +367,7 @@ def _at_size(
     c: float,
     how: Rounding | PathRounding,
     design: Callable[[Tensor, torch.dtype], Rounding | PathRounding],
-) -> _Code:
+) -> _Search[_Code]:
     """The code of at most ``budget`` bytes in a file that uses most of them, by tries that begin at ``c`` and ``how``;
     ``design``: the rounding for such targets."""
     best: _Code | None = None
@@ -334,7 +381,7 @@ def _at_size(
                 c = math.sqrt(low * high) if low > 0 and high < math.inf else max(source.finest, min(c, high / 1.1))
             if not near:
                 how = design(source.likely(c, dtype, code), dtype)
-        before, code = code, source.code(c, dtype, how)
+        before, code = code, source.code(c, dtype, how, (yield source.to_round(c, dtype, how)))
         fits = code.nbytes <= budget
         if fits and (best is None or code.nbytes > best.nbytes):
             best = code
@@ -362,7 +409,7 @@ def _guessed(source: _Source, budget: int, dtype: torch.dtype) -> tuple[_Code, R
     for _ in range(_GUESSES):
         targets = source.likely(c, dtype, None)
         how = source.rounding(targets, dtype)
-        code = source.code(c, dtype, how, targets)
+        code = source.code(c, dtype, how, Rounded(how.levels(targets), targets))
         if abs(code.nbytes - _GUESS_AIM * budget) <= _GUESS_NEAR * budget:
             break
         c = max(source.finest, code.moved(_GUESS_AIM * budget))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -133,6 +133,18 @@ class Codec(Protocol):
         Raises:
             KflatsError: too few bytes, or as ``method.fit``.
         """
+
+    def together(self, shape: tuple[int, int]) -> int:
+        """How many matrices of this shape ``encode_together`` takes at a time in less time than one by one."""
+        return 1
+
+    def encode_together(self, method: Method, problems: Sequence[Problem], dtype: torch.dtype) -> list[Factored]:
+        """``encode`` of several problems, to the same bytes.
+
+        Raises:
+            KflatsError: as ``encode``, of any of them.
+        """
+        return [self.encode(method, problem, dtype) for problem in problems]
 
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:

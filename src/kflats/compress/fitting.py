@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from kflats.calibration.measurements import Statistics
 from kflats.codecs.streams import KeptStreams
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import Update, progress_bar
+from kflats.common.formatting import Update, progress_bar, some
 from kflats.common.hashing import sha256
 from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
@@ -30,11 +32,10 @@ from kflats.io.atomic import beside, replaced
 from kflats.io.mapped import Spill, mapped_tensors, read_header
 from kflats.io.saving import header_bytes
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_of
-from kflats.methods.protocol import Problem
+from kflats.methods.protocol import Factored, Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import Swaps, unchanged_on_error
 from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, parameter
-from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.candidates import bias_bytes
@@ -125,43 +126,60 @@ class _Fits:
     workers: Workers
 
     def add_to_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
-        """Carry out these decisions and add them to ``done``."""
-        order = sorted(range(len(decisions)), key=lambda index: -math.prod(decisions[index].weight.shape))
-        before, tasks = len(done), [f"fitting {one.weight.name}" for one in decisions]
-        packed = Packed[CompressedWeight](
-            lambda one: one.decision.weight.name, lambda index, name: self._written(decisions[index])
+        """Carry out these decisions, the largest weights first, and add them to ``done``."""
+        groups = _groups(decisions)
+        places = [len(done) + sum(map(len, groups[:index])) for index in range(len(groups))]
+        tasks = [f"fitting {_names(group)}" for group in groups]
+        packed = Packed[list[CompressedWeight]](
+            lambda made: some([one.decision.weight.name for one in made]),
+            lambda index, names: [self._written(decision) for decision in groups[index]],
         )
-        made = self.workers.divided(
-            tasks, lambda index: self._one(decisions[index], before + order.index(index)), packed, order
-        )
-        done.update({one.decision.weight.name: one for one in made})
+        made = self.workers.divided(tasks, lambda index: self._group(groups[index], places[index]), packed)
+        done.update({one.decision.weight.name: one for group in made for one in group})
 
-    def _one(self, decision: Decision, place: int) -> CompressedWeight:
-        name, total = decision.weight.name, len(self.plan.decisions)
-        self.update(f"fitting {name}", place, total)
-        stored = self.partial.get(name) if self.partial else None
-        restored = None if stored is None else _restored(decision, *stored)
-        if restored is not None:
-            return restored
+    def _group(self, group: Sequence[Decision], place: int) -> list[CompressedWeight]:
+        """What ``_groups`` puts together: each weight is fitted and written, or taken from an interrupted run."""
+        made = {one.weight.name: self._stored(one) for one in group}
+        open_ones = [one for one in group if made[one.weight.name] is None]
+        self.update(f"fitting {_names(open_ones or group)}", place, len(self.plan.decisions))
+        try:
+            parts = [self._fitted(open_ones, place)] if open_ones else []
+        except KflatsError:
+            if len(open_ones) == 1:
+                raise
+            parts = [self._fitted([one], place) for one in open_ones]  # the error then names its weight
+        made.update({one.decision.weight.name: one for fitted in parts for one in fitted})
+        return [one for one in made.values() if one is not None]
 
-        def show(phase: str, iteration: int, objective: float) -> None:
+    def _fitted(self, decisions: Sequence[Decision], place: int) -> list[CompressedWeight]:
+        """Fit these weights, and write them if there is a folder for it."""
+
+        def show(name: str, phase: str, iteration: int, objective: float) -> None:
             value = f", objective {objective:.6g}" if objective else ""
-            self.update(f"{name}: {phase}, step {iteration}{value}", place, total)
+            self.update(f"{name}: {phase}, step {iteration}{value}", place, len(self.plan.decisions))
 
         with usual_settings():
-            one = _fit(self.model, decision, self.data, self.seed, self.plan.budget, show)
-        if self.partial and one.matrix is not None:
-            meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
-            beside = {_SHIFT: one.bias_shift, _STREAM: one.stream}
-            given = {key: tensor for key, tensor in beside.items() if tensor is not None}
-            self.partial.put(name, one.matrix.tensors() | given, meta)
-            del one, beside, given  # what was written takes its place, and stays on disk
-            return self._written(decision)
-        return replace(one, stream=None)
+            fitted = _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
+        return [self._kept(fitted.pop(0)) for _ in decisions]
+
+    def _kept(self, one: CompressedWeight) -> CompressedWeight:
+        if self.partial is None or one.matrix is None:
+            return replace(one, stream=None)
+        decision, matrix = one.decision, one.matrix
+        meta: JsonObject = {"spec": matrix.spec(), "report": asdict(one.report)}
+        beside = {_SHIFT: one.bias_shift, _STREAM: one.stream}
+        given = {key: tensor for key, tensor in beside.items() if tensor is not None}
+        self.partial.put(decision.weight.name, matrix.tensors() | given, meta)
+        del one, matrix, beside, given  # what was written takes its place, and stays on disk
+        return self._written(decision)
+
+    def _stored(self, decision: Decision) -> CompressedWeight | None:
+        """What was written of this weight, if anything was."""
+        stored = self.partial.get(decision.weight.name) if self.partial else None
+        return None if stored is None else _restored(decision, *stored)
 
     def _written(self, decision: Decision) -> CompressedWeight:
-        stored = self.partial.get(decision.weight.name) if self.partial else None
-        made = None if stored is None else _restored(decision, *stored)
+        made = self._stored(decision)
         if made is None:
             raise KflatsError(
                 f"{decision.weight.name}, which was fitted and written, cannot be read",
@@ -256,28 +274,67 @@ def _table_name(place: WeightUse) -> str:
     return place.name if place.role == "parameter" else f"{place.name}.weight"
 
 
+def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
+    """The largest weights first. In a group are weights of one shape and one recipe that are encoded together."""
+
+    def alike(one: Decision) -> tuple[tuple[int, int], str, Recipe]:
+        return one.weight.shape, one.weight.dtype, one.recipe
+
+    order = sorted(decisions, key=lambda one: (-math.prod(one.weight.shape), repr(alike(one))))
+    groups = []
+    for (shape, _, recipe), same in groupby(order, alike):
+        ones = list(same)
+        count = recipe.codec.together(shape[::-1] if recipe.matrix_rows == "out_features" else shape)
+        groups += [ones[start : start + count] for start in range(0, len(ones), count)]
+    return groups
+
+
+def _names(decisions: Iterable[Decision]) -> str:
+    return some([one.weight.name for one in decisions], 1)
+
+
 def _fit(
-    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, budget: Budget, progress: Progress
-) -> CompressedWeight:
-    weight, recipe, free_labels = decision.weight, decision.recipe, not budget.counts_labels
-    turned = recipe.matrix_rows == "out_features"
-    rows, weighting = data.matrix(model, weight, recipe)
-    nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
-    dtype = recipe.torch_dtype(weight.dtype)
-    problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    data: CalibrationData,
+    seed: int,
+    budget: Budget,
+    show: Callable[[str, str, int, float], None],
+) -> list[CompressedWeight]:
+    """Fit weights of one shape and one recipe; ``show`` is given the name of one and its progress."""
+    recipe, dtype = decisions[0].recipe, decisions[0].recipe.torch_dtype(decisions[0].weight.dtype)
+    problems = []
+    for decision in decisions:
+        rows, weighting = data.matrix(model, decision.weight, recipe)
+        nbytes = decision.budget_bytes - bias_bytes(decision.weight, recipe, weighting, budget.counts_labels)
+        progress = functools.partial(show, decision.weight.name)
+        problems.append(Problem(rows, nbytes, dtype.itemsize, weighting, not budget.counts_labels, seed, progress))
     try:
-        factored = recipe.encode(problem, dtype)
+        made = recipe.encode_together(problems, dtype)
     except KflatsError as error:
-        raise error.about(weight.name) from error
-    matrix = factored.matrix
-    if not free_labels and factored.nbytes > nbytes:
-        raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
+        raise error.about(decisions[0].weight.name) from error
+    return [
+        _compressed(model, decision, data, budget, problem, factored)
+        for decision, problem, factored in zip(decisions, problems, made, strict=True)
+    ]
+
+
+def _compressed(
+    model: nn.Module, decision: Decision, data: CalibrationData, budget: Budget, problem: Problem, factored: Factored
+) -> CompressedWeight:
+    """What was made of a weight, checked, with its shift of the bias and its report."""
+    weight, recipe, matrix = decision.weight, decision.recipe, factored.matrix
+    rows, weighting = problem.rows, problem.weighting
+    turned = recipe.matrix_rows == "out_features"
+    if not problem.free_labels and factored.nbytes > problem.nbytes:
+        raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {problem.nbytes}")
     if (
         not (recipe.is_coded or recipe.is_cast or budget.larger)
         and matrix.num_values >= weight.shape[0] * weight.shape[1]
     ):
         raise KflatsError(
-            f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
+            f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in"
+            f" {recipe.torch_dtype(weight.dtype)}",
             hint="a smaller budget, or cast the model to that type",
         )
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
