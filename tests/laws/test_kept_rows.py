@@ -41,7 +41,7 @@ def given(count: int, seed: int, below: int = N) -> Tensor:
 
 
 def used(layer: FactoredEmbedding) -> int:
-    return 0 if layer._kept is None else layer._kept[1]._used
+    return 0 if layer._kept is None else layer._kept[2]._used
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -159,26 +159,32 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class State:
-    """What differs once one of some tensors has changed, was moved or replaced.
+    """Some tensors as they are now, to find out whether one was changed, moved or replaced; those that are None are
+    left out.
 
     Fused optimizers change parameters without giving them a new version: of what may be trained, steps count too.
     The tensors are held, so that another one cannot have the address of one that is gone. Limit: writes through
     ``tensor.data``, and into tensors of inference mode, leave no trace.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._values: list[object] = []
-        for t in self._tensors:
-            version = 0 if t.is_inference() else t._version
-            self._values += t.data_ptr(), t.dtype, t.device, version, _steps if t.requires_grad else -1
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        self._held = [t for t in tensors if t is not None]
+        self._marks = [_marks(t) for t in self._held]
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, State) or self._values != other._values:
-            return False
-        return all(a is b for a, b in zip(self._tensors, other._tensors, strict=True))
+    def holds_for(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Whether these are the tensors, unchanged."""
+        place = 0
+        for t in tensors:  # every call of a layer comes here: a loop is quicker than what has a frame of its own
+            if t is not None:
+                if place == len(self._held) or t is not self._held[place] or _marks(t) != self._marks[place]:
+                    return False
+                place += 1
+        return place == len(self._held)
 
-    __hash__ = None  # type: ignore[assignment]
+
+def _marks(t: Tensor) -> tuple[object, ...]:
+    """What differs once a tensor has changed."""
+    return t.data_ptr(), 0 if t.is_inference() else t._version, _steps if t.requires_grad else -1
 
 
 # Sizes and copies --------------------------------------------------------------------------------
@@ -248,22 +254,14 @@ def settle(device: torch.device) -> None:
 
 def is_exporting() -> bool:
     """True while a graph of plain operators is recorded: sizes that depend on data must stay symbolic."""
-    return _is_jit_tracing() or _compiler_is_exporting()
+    # In graphs of ``torch.compile`` the function ``is_exporting`` is True before torch 2.13, and its flag is right.
+    return bool(torch.compiler._is_exporting_flag or torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_recording() -> bool:
     """True while a graph is recorded for any use: nothing may depend on the values of tensors."""
     # ``is_compiling`` would be true while any thread compiles.
     return torch.compiler.is_dynamo_compiling() or is_exporting()
-
-
-def _compiler_is_exporting() -> bool:
-    # In graphs of ``torch.compile`` the function ``is_exporting`` is True before torch 2.13, and its flag is right.
-    return bool(torch.compiler._is_exporting_flag)
-
-
-def _is_jit_tracing() -> bool:
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def each_once(index: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:

@@ -267,7 +267,7 @@ class CodedMatrix(Matrix):
         self.ready = False
         self.streamed = False  # True while ``codes`` holds the stream of a file, see kflats.codecs.streams
         self.readings: list[Reading] = []  # of each class
-        self._known: tuple[object, Lookup] | None = None
+        self._known: tuple[State, Lookup] | None = None
         shapes, dtype = geometry.shapes, tensors["weight"].dtype
         wanted = {name: (INTEGERS.get(name, dtype), shape) for name, shape in shapes.items()}
         there = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -621,14 +621,15 @@ class CodedMatrix(Matrix):
         parameters = [p for p in self._parameters.values() if p is not None]
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
-        key = State([*parameters, self.get_buffer("codes")])
+        read = [*parameters, self.get_buffer("codes")]
         known = self._known  # another thread may replace it, for other tensors
-        if known is None or known[0] != key:
+        if known is None or not known[0].holds_for(read):
+            state = State(read)
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()
             less, centers = (None if t is None or not bool(t.any()) else t for t in (made.less, made.centers))
             settle(made.begin.device)
-            self._known = known = key, replace(made, less=less, centers=centers)
+            self._known = known = state, replace(made, less=less, centers=centers)
         return known[1]
 
     def _decoded_table(self) -> Tensor | None:

@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
 
@@ -169,12 +170,22 @@ _LARGE = 2**18
 """Numbers of a matrix from which on it pays to return to the system what making a product took."""
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A product, the run-time form and the type of inputs (None: any) that it is for, and what it was made of."""
+
+    form: RunForm
+    kind: torch.dtype | None
+    state: State
+    product: Product | None
+
+
 class _Multiplies(_OneOperator):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
     in_features: int
     out_features: int
-    _ready: tuple[object, Product | None] | None = None
+    _ready: _Ready | None = None
     _modules: dict[str, nn.Module | None]
 
     @property
@@ -185,11 +196,18 @@ class _Multiplies(_OneOperator):
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Calls whose gradients reach the
         matrix, and graphs that are recorded for files, use the stored form."""
-        matrix, transposed = self.matrix, self.transposed
+        product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
+        if product is None and not torch.is_grad_enabled() and isinstance(x, Tensor) and not is_recording():
+            # The usual call, with as few questions as can be: of short texts they take as long as a product.
+            _check_floats(x)
+            check_width(x, self.in_features)
+            product = self._product(x.dtype, x.device)
+            if product is not None:
+                return product(x, bias)
         if not _is_traced(x):
             _check_floats(x)
             check_width(x, self.in_features)
-        product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
+        matrix, transposed = self.matrix, self.transposed
         if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
             if (
                 self.run_form == "int8"
@@ -202,7 +220,7 @@ class _Multiplies(_OneOperator):
             return self._as_operator(x, bias, self.out_features, x.dtype)
         if product is None and not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-            product = None if learns and self.run_form != "int8" else self._product(x.dtype, x.device.type)
+            product = None if learns and self.run_form != "int8" else self._product(x.dtype, x.device)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
                 raise KflatsError(
@@ -221,25 +239,25 @@ class _Multiplies(_OneOperator):
 
     def integers(self) -> IntegerProduct | None:
         """As ``kflats.matrices.compiled.Numbered``."""
-        product = self._product(torch.float32, self.matrix.weight.device.type)
+        product = self._product(torch.float32, self.matrix.weight.device)
         return product if isinstance(product, IntegerProduct) else None
 
-    def _product(self, dtype: torch.dtype, device: str) -> Product | None:
+    def _product(self, dtype: torch.dtype, device: torch.device) -> Product | None:
         """What multiplies inputs of this type on such a device; made anew after the matrix has changed."""
-        matrix = self.matrix
-        # Quicker than ``parameters()``.
-        kind = None if self.run_form == "int8" else dtype  # integers are those of any type
-        key = self.run_form, kind, State(p for p in matrix._parameters.values() if p is not None)
+        matrix, form = self.matrix, self.run_form
+        factors = matrix._parameters.values()  # quicker than ``parameters()``
+        kind = None if form == "int8" else dtype  # integers are those of any type
         ready = self._ready  # another thread may replace it, for other tensors
-        if ready is None or ready[0] != key:
+        if ready is None or ready.form != form or ready.kind != kind or not ready.state.holds_for(factors):
+            state = State(factors)
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
-            with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                product = matrix.product(self.run_form, dtype, transposed=self.transposed)
+            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+                product = matrix.product(form, dtype, transposed=self.transposed)
                 settle(matrix.weight.device)
-                self._ready = ready = key, product
+                self._ready = ready = _Ready(form, kind, state, product)
             if math.prod(matrix.shape) >= _LARGE:
                 return_memory_now()
-        return ready[1]
+        return ready.product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._ready = None
@@ -281,7 +299,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     torch.Size([1, 2, 3])
     """
 
-    _kept: tuple[object, KeptRows] | None = None
+    _kept: tuple[torch.dtype, State, KeptRows] | None = None
     """Rows of codes that were put together, for the next lookups; none in the run-time form "compact"."""
 
     def __init__(
@@ -377,11 +395,10 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
             sources = matrix.row_sources()
             learns = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
             if not learns and all(source.is_cpu and not source.is_inference() for source in sources):
-                key = dtype, State(sources)
                 kept = self._kept  # another thread may replace it, for other tensors
-                if kept is None or kept[0] != key:
-                    self._kept = kept = key, KeptRows(*matrix.shape, dtype)
-                rows = kept[1].look_up(index, partial(matrix.rows, dtype=dtype))
+                if kept is None or kept[0] != dtype or not kept[1].holds_for(sources):
+                    self._kept = kept = dtype, State(sources), KeptRows(*matrix.shape, dtype)
+                rows = kept[2].look_up(index, partial(matrix.rows, dtype=dtype))
                 if rows is not None:
                     return rows
         return matrix.rows(index, dtype=dtype)

@@ -127,13 +127,14 @@ class DenseProduct:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. In another type than x's the bias is added after, unrounded."""
-        own = self.factors[0].dtype == x.dtype
-        out = x if own else x.to(self.factors[0].dtype)
-        for factor in self.factors[:-1]:
+        *first, last = self.factors
+        own = last.dtype == x.dtype
+        out = x if own else x.to(last.dtype)
+        for factor in first:
             out = F.linear(out, factor)
-        out = F.linear(out, self.factors[-1], None if bias is None or not own else bias.to(x.dtype))
         if own:
-            return out
+            return F.linear(out, last, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        out = F.linear(out, last)
         return out.to(x.dtype) if bias is None else out.to(x.dtype).add_(bias)
 
 
