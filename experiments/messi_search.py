@@ -21,9 +21,9 @@ from typing import Any
 
 from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
-from _tables import Results, Value, by_size, drop, figure, markdown, orderings, publish, told, tuned_drop
+from _tables import markdown, publish
 from _task_models import TRAINING, TaskExperiment, TaskModel
-from messi_tasks import compressed, kept, way
+from messi_tasks import compressed, drops_of_tables, kept, way
 
 from kflats import MESSI, Recipe, Uniform, search_flats
 from kflats.common.errors import KflatsError
@@ -92,34 +92,18 @@ class Search(TaskExperiment):
 
     def publish(self, log: Log) -> None:
         """The page and the figures of what has run."""
-        asked, tasks, seeds = self.asked, self.asked.tasks, len(self.asked.seeds)
 
         def same(run: Run) -> bool:
             known = self.recipe if run.method in METHODS.values() else self.svd.decides
-            return run.recipe == known and run.epochs == self.own.epochs and run.task in tasks
+            return run.recipe == known and run.epochs == self.own.epochs and run.task in self.asked.tasks
 
         runs = [*self.runs_of(self.others(), same), *self.runs_of(log, same)]
-        rates = sorted(self.rates, key=float)
-        sizes, places = [(kept(r), f"{r} % saved") for r in rates], [(kept(r), float(r)) for r in rates]
         methods = [self.svd.name, *(METHODS[choose] for choose in self.chosen)]
+        titles = "Before fine-tuning", f"After {self.own.epochs} epochs of fine-tuning (figure 11)"
         claims = [(method, self.svd.name) for method in methods[1:]]
-        parts = [
-            f"The embedding table of {self.source.name}, trained on each task. Drops of the main metric on the dev "
-            "split in points, mean ± standard deviation over seeds: less is better, below 0 is above the original.",
-            told(runs) if runs else "",
-        ]
-        views: tuple[tuple[str, str, Value], ...] = (
-            ("before", "Before fine-tuning", drop),
-            ("after", f"After {self.own.epochs} epochs of fine-tuning (figure 11)", tuned_drop),
-        )
-        for when, title, value in views:
-            results, picture = Results(runs, value), asked.results / f"{self.page}_{when}.png"
-            parts += [f"## {title}", by_size(results, methods, sizes, tasks, seeds)]
-            if figure(picture, results, methods, places, tasks, ("% of the table saved", "drop, points")):
-                parts.append(f"![{title}]({picture.name})")
-            parts += ["What holds:", orderings(results, claims, sizes, tasks)]
+        parts = drops_of_tables(self, runs, methods, claims, self.rates, titles)
         parts += ["## What was tried", tried(runs)]
-        publish(self.page, TITLE, parts, asked, self.name)
+        publish(self.page, TITLE, parts, self.asked, self.name)
 
 
 def tried(runs: list[Run]) -> str:

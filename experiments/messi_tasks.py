@@ -14,7 +14,7 @@ main metric on the dev split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import (
     Results,
-    Value,
     by_size,
     drop,
     figure,
@@ -190,34 +189,54 @@ def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
 
 def publish_tables(experiment: Tables, runs: list[Run]) -> None:
     """The page and the figures of ``runs``, among them those of the chosen k."""
-    asked, name = experiment.asked, experiment.page
-    rates = sorted(experiment.rates, key=float)
-    sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
-    places = [(kept(rate), float(rate)) for rate in rates]
+    asked = experiment.asked
     methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, OURS]
     drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, OURS]
     claims = [(method_name(k), "SVD") for k in sorted(experiment.tuned) if k > 1]
     claims += [(CHOSEN, "SVD"), *((OURS, m) for m in drawn if m != OURS)]
-    tasks, seeds = asked.tasks, len(asked.seeds)
+    titles = "Before fine-tuning (figure 8)", f"After {asked.more.epochs} epochs of fine-tuning (figures 5 and 6)"
+    parts = drops_of_tables(experiment, runs, methods, claims, experiment.rates, titles, drawn)
+    tasks, seeds, sizes = asked.tasks, len(asked.seeds), sizes_of(experiment.rates)
+    parts += ["## The best of each size (table 1)", table_1(runs, sizes, tasks, seeds)]
+    parts += ["## Half of the loss", halves(runs, sizes, tasks, list(map(method_name, sorted(experiment.ks))))]
+    publish(experiment.page, TITLE, parts, asked, experiment.name)
+
+
+def sizes_of(rates: Sequence[str]) -> list[tuple[str, str]]:
+    """What is kept, and how it is shown, from the lowest rate on."""
+    return [(kept(rate), f"{rate} % saved") for rate in sorted(rates, key=float)]
+
+
+def drops_of_tables(
+    experiment: TaskExperiment,
+    runs: Sequence[Run],
+    methods: Sequence[str],
+    claims: Sequence[tuple[str, str]],
+    rates: Sequence[str],
+    titles: tuple[str, str],
+    drawn: Sequence[str] = (),
+) -> list[str]:
+    """The parts of a page on tables of tokens: drops by rate before and after fine-tuning, with a figure each.
+
+    Args:
+        claims: which method is better than which. titles: of both parts. drawn: methods in the figures; default: all.
+    """
+    asked, sizes = experiment.asked, sizes_of(rates)
+    places = [(size, float(rate)) for rate, (size, _) in zip(sorted(rates, key=float), sizes, strict=True)]
+    counted = [run for run in runs if run.method != CHOSEN]  # the chosen ones are runs of some k
     parts = [
         f"The embedding table of {experiment.source.name}, trained on each task. Drops of the main metric on the dev "
         "split in points, mean ± standard deviation over seeds: less is better, below 0 is above the original.",
-        told([run for run in runs if run.method != CHOSEN]) if runs else "",
+        told(counted) if counted else "",
     ]
-    views: tuple[tuple[str, str, Value], ...] = (
-        ("before", "Before fine-tuning (figure 8)", drop),
-        ("after", f"After {asked.more.epochs} epochs of fine-tuning (figures 5 and 6)", tuned_drop),
-    )
-    for when, title, value in views:
+    for when, title, value in zip(("before", "after"), titles, (drop, tuned_drop), strict=True):
         results = Results(runs, value)
-        parts += [f"## {title}", by_size(results, methods, sizes, tasks, seeds)]
-        picture = asked.results / f"{name}_{when}.png"
-        if figure(picture, results, drawn, places, tasks, ("% of the table saved", "drop, points")):
+        parts += [f"## {title}", by_size(results, methods, sizes, asked.tasks, len(asked.seeds))]
+        picture = asked.results / f"{experiment.page}_{when}.png"
+        if figure(picture, results, drawn or methods, places, asked.tasks, ("% of the table saved", "drop, points")):
             parts.append(f"![{title}]({picture.name})")
-        parts += ["What holds:", orderings(results, claims, sizes, tasks)]
-    parts += ["## The best of each size (table 1)", table_1(runs, sizes, tasks, seeds)]
-    parts += ["## Half of the loss", halves(runs, sizes, tasks, list(map(method_name, sorted(experiment.ks))))]
-    publish(name, TITLE, parts, asked, experiment.name)
+        parts += ["What holds:", orderings(results, claims, sizes, asked.tasks)]
+    return parts
 
 
 def table_1(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...], seeds: int) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 
 from _quick import quick
 from _runs import Asked, Cell, Log, Scores, asked_for, conduct
-from _tables import Results, Value, by_size, drop, figure, orderings, publish, told, tuned_drop
+from _tables import publish
 from _task_models import TRAINING, TaskExperiment
-from messi_tasks import Way, compressed, kept, way
+from messi_tasks import Way, compressed, drops_of_tables, kept, way
 
 from kflats import MESSI, KMeansSVD, Power, Recipe, Uniform
 
@@ -66,31 +66,12 @@ class Variants(TaskExperiment):
 
     def publish(self, log: Log) -> None:
         """The page and the figures of what has run."""
-        asked, tasks, seeds = self.asked, self.asked.tasks, len(self.asked.seeds)
         runs = self.runs_of(log, lambda run: run.recipe == self.ways[0].decides and run.epochs == self.own.epochs)
-        rates = sorted(self.rates, key=float)
-        sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
-        places = [(kept(rate), float(rate)) for rate in rates]
-        flats, k_means, distances = (by.name for by in self.ways)
+        flats, k_means, distances = methods = [by.name for by in self.ways]
+        titles = "Before fine-tuning", f"After {self.own.epochs} epochs of fine-tuning"
         claims = [(flats, k_means), (distances, flats)]
-        parts = [
-            f"The embedding table of {self.source.name}, trained on each task. Drops of the main metric on the dev "
-            "split in points, mean ± standard deviation over seeds: less is better, below 0 is above the original.",
-            told(runs) if runs else "",
-        ]
-        views: tuple[tuple[str, str, Value], ...] = (
-            ("before", "Before fine-tuning", drop),
-            ("after", f"After {self.own.epochs} epochs of fine-tuning", tuned_drop),
-        )
-        for when, title, value in views:
-            results = Results(runs, value)
-            names = [flats, k_means, distances]
-            parts += [f"## {title}", by_size(results, names, sizes, tasks, seeds)]
-            picture = asked.results / f"{self.page}_{when}.png"
-            if figure(picture, results, names, places, tasks, ("% of the table saved", "drop, points")):
-                parts.append(f"![{title}]({picture.name})")
-            parts += ["What holds:", orderings(results, claims, sizes, tasks)]
-        publish(self.page, TITLE, parts, asked, self.name)
+        parts = drops_of_tables(self, runs, methods, claims, self.rates, titles)
+        publish(self.page, TITLE, parts, self.asked, self.name)
 
 
 def main(argv: list[str] | None = None) -> None:
