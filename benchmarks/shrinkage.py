@@ -41,11 +41,11 @@ def main() -> None:
         targets = source.likely(source.size, given.dtype, None)
         for power in POWERS:
             c = source.size * 2.0**power
-            how = source.rounding(targets / 2.0**power, given.dtype)
+            seen = targets / 2.0**power
             for _ in range(2):
+                how = source.rounding(seen, given.dtype)
                 (made,) = rounded_together([source.to_round(c, given.dtype, how)])
-                code = source.code(c, given.dtype, how, made)
-                how = source.rounding(code.targets, given.dtype)
+                code, seen = source.code(c, given.dtype, how, made), made.targets
             _, row_steps, column_steps = source.steps(c, given.dtype)
             values = (code.stored.matrix.dense() / torch.outer(row_steps, column_steps)).double()
             sizes = torch.outer(source.rows.scale * row_steps, source.columns.scale * column_steps).square()

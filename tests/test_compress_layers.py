@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +37,7 @@ from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io.atomic import MANIFEST
 from kflats.matrices.layers import FactoredConv2d, FactoredLinear
+from kflats.methods.protocol import Factored, Method, Problem
 from kflats.planning import calibration_data as calibration_module
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.decide import plan
@@ -173,6 +178,115 @@ def files(folder: Path) -> dict[str, bytes]:
     """The files of a folder, without the report, which holds seconds, and the manifest, which holds its hash."""
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (REPORT_FILE, MANIFEST)]
     return {p.name: p.read_bytes() for p in paths}
+
+
+FEEDBACK = Recipe(KeepDense(), InputGram(), codec=Feedback())
+
+
+class Mixed(nn.Module):
+    """Layers of one shape that differ in all that may keep them from being encoded together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain = nn.ModuleList(nn.Linear(40, 48) for _ in range(6))
+        self.without_bias = nn.Linear(40, 48, bias=False)
+        self.halved = nn.Linear(40, 48).to(torch.bfloat16)
+        self.damped, self.turned = nn.Linear(40, 48), nn.Linear(40, 48)
+        self.other = nn.Linear(40, 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.plain, self.without_bias, self.damped, self.turned):
+            x = torch.relu(layer(x))[:, :40]
+        return self.other(self.halved(x.to(torch.bfloat16)).float()[:, :40])
+
+
+def mixed_plan(model: nn.Module) -> tuple[Plan, CalibrationData]:
+    recipes = {
+        "*": FEEDBACK,
+        "damped": replace(FEEDBACK, codec=Feedback(damping=0.5)),
+        "turned": replace(FEEDBACK, matrix_rows="out_features"),
+        "plain.5": replace(FEEDBACK, importance=KroneckerFisher()),
+    }
+    generator = torch.Generator().manual_seed(0)
+    given = [{"x": torch.randn(16, 40, generator=generator)} for _ in range(3)]
+    made = plan(model, recipes, keep="20%", calibration=given, objective=Projections())
+    data = gather(None, None, given, Projections(), None)
+    return made, data.measured(model, [(one.weight, one.recipe) for one in made.decisions], True)
+
+
+@contextmanager
+def recorded_progress(seen: list[tuple[str, int]]) -> Iterator[Any]:
+    yield lambda text, place, total: seen.append((text, place))
+
+
+def test_grouping_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results, reports and shifts are those of one weight at a time; progress counts weights; seconds add up."""
+    model = Mixed().eval()
+    made, data = mixed_plan(model)
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(fitting, "progress_bar", lambda quiet: recorded_progress(seen))
+    began = time.perf_counter()
+    grouped = fitting.factorize(model, made, data, 0, True, None)
+    took = time.perf_counter() - began
+    assert [place for _, place in seen] == sorted({place for _, place in seen})
+    assert len(seen) < len(grouped)
+    assert seen[0] == ("fitting other", 0)  # the largest
+    assert sum(one.report.seconds for one in grouped) <= took
+    monkeypatch.setattr(Feedback, "together", lambda self, shape: 0)
+    for ours, alone in zip(grouped, fitting.factorize(model, made, data, 0, True, None), strict=True):
+        assert replace(ours.report, seconds=0.0) == replace(alone.report, seconds=0.0)
+        for name, tensor in alone.matrix.tensors().items():
+            assert torch.equal(ours.matrix.tensors()[name], tensor)
+        assert ours.bias_shift is None or torch.equal(ours.bias_shift, alone.bias_shift)
+
+
+def test_weights_are_grouped_by_what_decides_their_codes() -> None:
+    made, _ = mixed_plan(Mixed())
+    names = [[one.weight.name for one in group] for group in fitting._groups(made.decisions, 1)]
+    assert names[0] == ["other"]
+    assert ["plain.0", "plain.1", "plain.2", "plain.3"] in names
+    assert ["plain.4", "plain.5", "without_bias"] in names  # an importance only weighs
+    assert all([name] in names for name in ("halved", "damped", "turned"))
+    assert sorted(name for group in names for name in group) == sorted(one.weight.name for one in made.decisions)
+    assert max(map(len, fitting._groups(made.decisions, 4))) == 2  # each of four workers has some
+
+
+class Tall(Feedback):
+    """Takes two matrices of more rows than columns at a time."""
+
+    def together(self, shape: tuple[int, int]) -> int:
+        return 1 + (shape[0] > shape[1])
+
+
+@dataclass(frozen=True, eq=True)
+class Incomparable(Feedback):
+    """A codec of a stranger, with a field that says nothing of equality."""
+
+    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
+
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        ENCODED.append(problem.nbytes)
+        return super().encode(method, problem, dtype)
+
+
+ENCODED: list[int] = []
+
+
+@pytest.mark.parametrize(("matrix_rows", "count"), [("in_features", 2), ("out_features", 1)])
+def test_codecs_are_asked_for_the_matrix_as_they_get_it(matrix_rows: Any, count: int) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(60, 40), "b": nn.Linear(60, 40)})
+    made = plan(model, {"linear": Recipe(KeepDense(), codec=Tall(), matrix_rows=matrix_rows)}, keep="30%")
+    assert len(fitting._groups(made.decisions, 1)[0]) == count
+
+
+def test_a_codec_that_encodes_in_its_own_way_is_asked_for_every_weight() -> None:
+    """A subclass of ``Feedback`` is not bypassed, and its values are not compared."""
+    ENCODED.clear()
+    model = nn.ModuleDict({"a": nn.Linear(40, 40), "b": nn.Linear(40, 40)})
+    recipes = {name: Recipe(KeepDense(), codec=Incomparable()) for name in ("a", "b")}
+    kflats.compress_(model, recipes, keep="30%", quiet=True)
+    assert len(ENCODED) == 2
 
 
 def test_layers_that_are_encoded_together_keep_their_own_errors(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 from gaussian_bound import bound_bits
@@ -11,6 +14,7 @@ from torch import nn
 import kflats
 from kflats import SVD, Auto, Feedback, InputGram, KeepDense, KroneckerFisher, Recipe, Transform
 from kflats.codecs import Table
+from kflats.codecs.feedback import _Source
 from kflats.codecs.streams import stored_bytes
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting, WeightingForm
@@ -188,6 +192,34 @@ def test_matrices_that_are_encoded_together_are_those_encoded_alone() -> None:
         alone = Feedback().encode(KeepDense(), problem, torch.float32)
         assert made.nbytes == alone.nbytes <= problem.nbytes
         assert torch.equal(made.matrix.dense(), alone.matrix.dense())
+
+
+def test_what_a_search_made_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of Gram matrices may be most of the memory: at a time there are those of one source for each matrix."""
+    pytest.importorskip("constriction")
+    alive: list[tuple[int, int]] = []
+    made_of, rounded = _Source.of.__func__, kflats.codecs.feedback.rounded_together
+
+    def count() -> tuple[int, int]:
+        kinds = [type(one) for one in gc.get_objects()]
+        return kinds.count(_Source), kinds.count(ToRound)
+
+    def source_of(cls: Any, *args: Any, **named: Any) -> _Source:
+        alive.append(count())
+        return made_of(cls, *args, **named)
+
+    def rounding(given: list[ToRound]) -> list[Rounded]:
+        assert count() == (len(given), len(given))
+        return rounded(given)
+
+    gc.collect()
+    monkeypatch.setattr(_Source, "of", classmethod(source_of))
+    monkeypatch.setattr(kflats.codecs.feedback, "rounded_together", rounding)
+    monkeypatch.setattr(kflats.codecs.feedback, "_CLEARLY", 0.0)  # the grid is tried again after the paths
+    n, d = 40, 48
+    problem = Problem(TensorRows(normal(n, d).float()), n * d // 2, 4, Weighting(gram(n, 1), gram(d, 2)))
+    Feedback().encode(KeepDense(), problem, torch.float32)
+    assert alive == [(0, 0)] * 3
 
 
 def test_large_matrices_are_encoded_one_at_a_time() -> None:

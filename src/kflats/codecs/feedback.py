@@ -73,8 +73,9 @@ _PATH_SHARE = 0.8
 """The squared error of paths as a share of that of a grid, at equal bytes, about: ``benchmarks/paths.py``."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
-_TOGETHER, _TOGETHER_BYTES = 4, 2**27
-"""How many matrices are encoded together at most, and what they and their Gram matrices take at most."""
+_TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
+"""How many matrices are encoded together at most, and the bytes of their numbers and Gram matrices at most. What is
+derived from these takes up to eight times as much."""
 
 _Result = TypeVar("_Result")
 _Search: TypeAlias = Generator[ToRound, Rounded, _Result]
@@ -160,8 +161,11 @@ class Feedback(Codec):
         return made
 
     def together(self, shape: tuple[int, int]) -> int:
-        """As ``Codec.together``: four small matrices."""
+        """As ``Codec.together``: up to four small matrices. A class that inherits from this one and has another
+        ``encode`` takes one."""
         n, d = shape
+        if type(self).encode is not Feedback.encode:
+            return 1
         return max(1, min(_TOGETHER, _TOGETHER_BYTES // (4 * n * d + 8 * (n * n + d * d))))
 
     def encode_together(self, method: Method, problems: Sequence[Problem], dtype: torch.dtype) -> list[Factored]:

@@ -75,7 +75,8 @@ class Codec(Protocol):
     """How numbers are stored.
 
     A new codec is a frozen dataclass that inherits from this class and implements ``encode``, ``min_bytes`` and
-    ``candidates``. Its matrix must be one of the package's own forms: a folder then loads without the codec.
+    ``candidates``, and ``together`` and ``encode_together`` if several matrices at once are quicker. Its matrix must be
+    one of the package's own forms: a folder then loads without the codec.
     """
 
     stores_integers: ClassVar[bool] = True
@@ -135,11 +136,12 @@ class Codec(Protocol):
         """
 
     def together(self, shape: tuple[int, int]) -> int:
-        """How many matrices of this shape ``encode_together`` takes at a time in less time than one by one."""
+        """How many matrices of this shape (n, d), as the method is given them, ``encode_together`` takes at a time in
+        less time than one by one; 1: it does not."""
         return 1
 
     def encode_together(self, method: Method, problems: Sequence[Problem], dtype: torch.dtype) -> list[Factored]:
-        """``encode`` of several problems, to the same bytes.
+        """``encode`` of several problems of one shape, to the same bytes. Codecs are compared to find them.
 
         Raises:
             KflatsError: as ``encode``, of any of them.

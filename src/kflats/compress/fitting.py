@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,8 @@ class _Fits:
 
     def add_to_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
         """Carry out these decisions, the largest weights first, and add them to ``done``."""
-        groups = _groups(decisions)
-        places = [len(done) + sum(map(len, groups[:index])) for index in range(len(groups))]
+        groups = _groups(decisions, self.workers.count)
+        places = list(accumulate(map(len, groups), initial=len(done)))
         tasks = [f"fitting {_names(group)}" for group in groups]
         packed = Packed[list[CompressedWeight]](
             lambda made: some([one.decision.weight.name for one in made]),
@@ -142,25 +142,29 @@ class _Fits:
         made = {one.weight.name: self._stored(one) for one in group}
         open_ones = [one for one in group if made[one.weight.name] is None]
         self.update(f"fitting {_names(open_ones or group)}", place, len(self.plan.decisions))
-        try:
-            parts = [self._fitted(open_ones, place)] if open_ones else []
-        except KflatsError:
-            if len(open_ones) == 1:
-                raise
-            parts = [self._fitted([one], place) for one in open_ones]  # the error then names its weight
-        made.update({one.decision.weight.name: one for fitted in parts for one in fitted})
+        fitted = self._fitted_together(open_ones, place) if len(open_ones) > 1 else None
+        for index, one in enumerate(open_ones):
+            problem, factored = fitted.pop(0) if fitted else self._fitted(open_ones[index : index + 1], place)[0]
+            with usual_settings():
+                compressed = _compressed(self.model, one, self.data, self.plan.budget, problem, factored)
+            made[one.weight.name] = self._kept(compressed)
+            del problem, factored, compressed
         return [one for one in made.values() if one is not None]
 
-    def _fitted(self, decisions: Sequence[Decision], place: int) -> list[CompressedWeight]:
-        """Fit these weights, and write them if there is a folder for it."""
+    def _fitted_together(self, decisions: Sequence[Decision], place: int) -> list[tuple[Problem, Factored]] | None:
+        """None: one of them cannot be fitted. The error of a fit of that one alone names it."""
+        try:
+            return self._fitted(decisions, place)
+        except KflatsError:
+            return None
 
+    def _fitted(self, decisions: Sequence[Decision], place: int) -> list[tuple[Problem, Factored]]:
         def show(name: str, phase: str, iteration: int, objective: float) -> None:
             value = f", objective {objective:.6g}" if objective else ""
             self.update(f"{name}: {phase}, step {iteration}{value}", place, len(self.plan.decisions))
 
         with usual_settings():
-            fitted = _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
-        return [self._kept(fitted.pop(0)) for _ in decisions]
+            return _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
 
     def _kept(self, one: CompressedWeight) -> CompressedWeight:
         if self.partial is None or one.matrix is None:
@@ -274,19 +278,33 @@ def _table_name(place: WeightUse) -> str:
     return place.name if place.role == "parameter" else f"{place.name}.weight"
 
 
-def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
-    """The largest weights first. In a group are weights of one shape and one recipe that are encoded together."""
-
-    def alike(one: Decision) -> tuple[tuple[int, int], str, Recipe]:
-        return one.weight.shape, one.weight.dtype, one.recipe
-
-    order = sorted(decisions, key=lambda one: (-math.prod(one.weight.shape), repr(alike(one))))
+def _groups(decisions: Iterable[Decision], workers: int) -> list[list[Decision]]:
+    """The largest weights first. In a group are weights that are encoded together: of one shape and type, with one
+    method and codec, no more than leaves every worker a group. Their importances may differ."""
+    kinds: list[list[Decision]] = []
+    of_shape: dict[tuple[object, ...], list[list[Decision]]] = {}
+    for one in decisions:
+        known = of_shape.setdefault((one.weight.shape, one.weight.dtype, one.recipe.matrix_rows), [])
+        kind = next((kind for kind in known if _encoded_alike(kind[0].recipe, one.recipe)), None)
+        if kind is None:
+            kinds.append(kind := [])
+            if _together(one) > 1:  # other codecs may not be comparable
+                known.append(kind)
+        kind.append(one)
     groups = []
-    for (shape, _, recipe), same in groupby(order, alike):
-        ones = list(same)
-        count = recipe.codec.together(shape[::-1] if recipe.matrix_rows == "out_features" else shape)
-        groups += [ones[start : start + count] for start in range(0, len(ones), count)]
-    return groups
+    for kind in kinds:
+        count = min(_together(kind[0]), math.ceil(len(kind) / workers))
+        groups += [kind[start : start + count] for start in range(0, len(kind), count)]
+    return sorted(groups, key=lambda group: -math.prod(group[0].weight.shape))
+
+
+def _together(one: Decision) -> int:
+    shape, recipe = one.weight.shape, one.recipe
+    return max(1, recipe.codec.together(shape[::-1] if recipe.matrix_rows == "out_features" else shape))
+
+
+def _encoded_alike(one: Recipe, other: Recipe) -> bool:
+    return type(one.codec) is type(other.codec) and (one.codec, one.method) == (other.codec, other.method)
 
 
 def _names(decisions: Iterable[Decision]) -> str:
@@ -300,23 +318,23 @@ def _fit(
     seed: int,
     budget: Budget,
     show: Callable[[str, str, int, float], None],
-) -> list[CompressedWeight]:
-    """Fit weights of one shape and one recipe; ``show`` is given the name of one and its progress."""
+) -> list[tuple[Problem, Factored]]:
+    """Fit weights of one shape and type with one method and codec; ``show`` is given the name of one and its progress.
+
+    Raises:
+        KflatsError: one of them cannot be fitted; it names the first.
+    """
     recipe, dtype = decisions[0].recipe, decisions[0].recipe.torch_dtype(decisions[0].weight.dtype)
     problems = []
-    for decision in decisions:
-        rows, weighting = data.matrix(model, decision.weight, recipe)
-        nbytes = decision.budget_bytes - bias_bytes(decision.weight, recipe, weighting, budget.counts_labels)
-        progress = functools.partial(show, decision.weight.name)
+    for one in decisions:
+        rows, weighting = data.matrix(model, one.weight, one.recipe)
+        nbytes = one.budget_bytes - bias_bytes(one.weight, one.recipe, weighting, budget.counts_labels)
+        progress = functools.partial(show, one.weight.name)
         problems.append(Problem(rows, nbytes, dtype.itemsize, weighting, not budget.counts_labels, seed, progress))
     try:
-        made = recipe.encode_together(problems, dtype)
+        return list(zip(problems, recipe.encode_together(problems, dtype), strict=True))
     except KflatsError as error:
         raise error.about(decisions[0].weight.name) from error
-    return [
-        _compressed(model, decision, data, budget, problem, factored)
-        for decision, problem, factored in zip(decisions, problems, made, strict=True)
-    ]
 
 
 def _compressed(

@@ -122,7 +122,10 @@ class Recipe:
             KflatsError: as ``encode``, of any of them.
         """
         start = time.perf_counter()
-        made = self.codec.encode_together(self.method, problems, dtype)
+        if len(problems) == 1:
+            made = [self.codec.encode(self.method, problems[0], dtype)]
+        else:
+            made = self.codec.encode_together(self.method, problems, dtype)
         seconds = (time.perf_counter() - start) / max(1, len(problems))
         return [dataclasses.replace(one, seconds=seconds) for one in made]
 
