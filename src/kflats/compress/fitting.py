@@ -143,12 +143,11 @@ class _Fits:
         open_ones = [one for one in group if made[one.weight.name] is None]
         self.update(f"fitting {_names(open_ones or group)}", place, len(self.plan.decisions))
         fitted = self._fitted_together(open_ones, place) if len(open_ones) > 1 else None
-        for index, one in enumerate(open_ones):
-            problem, factored = fitted.pop(0) if fitted else self._fitted(open_ones[index : index + 1], place)[0]
-            with usual_settings():
-                compressed = _compressed(self.model, one, self.data, self.plan.budget, problem, factored)
-            made[one.weight.name] = self._kept(compressed)
-            del problem, factored, compressed
+        for one in open_ones:
+            # No name holds what was fitted: it is gone once it is written.
+            made[one.weight.name] = self._kept(
+                self._reported(one, *(fitted.pop(0) if fitted else self._fitted([one], place)[0]))
+            )
         return [one for one in made.values() if one is not None]
 
     def _fitted_together(self, decisions: Sequence[Decision], place: int) -> list[tuple[Problem, Factored]] | None:
@@ -165,6 +164,10 @@ class _Fits:
 
         with usual_settings():
             return _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
+
+    def _reported(self, decision: Decision, problem: Problem, factored: Factored) -> CompressedWeight:
+        with usual_settings():
+            return _compressed(self.model, decision, self.data, self.plan.budget, problem, factored)
 
     def _kept(self, one: CompressedWeight) -> CompressedWeight:
         if self.partial is None or one.matrix is None:
