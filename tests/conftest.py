@@ -52,10 +52,12 @@ def _seeded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_proofs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of every change start no process to measure a model in, and time three turns; slow tests do all of it."""
+    """Tests of every change start no process to measure a model in, and time three turns, of one call of each model;
+    slow tests do all of it."""
     if "slow" not in request.keywords and importlib.util.find_spec("transformers") is not None:
-        from kflats.evaluation import proof
+        from kflats.evaluation import latency, proof
 
+        monkeypatch.setattr(latency, "_STRETCH", 0.0)
         monkeypatch.setattr(proof, "footprint", lambda folder: proof.Footprint(1_000_000, 0.5))
         monkeypatch.setattr(proof, "_SECONDS", 0.01)
 

@@ -43,7 +43,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-NUMERICS_MAY_IMPORT = {"torch", "numpy", "kflats.common.errors", "kflats.common.machine", "kflats.numerics"}
+NUMERICS_MAY_IMPORT = {
+    *("torch", "numpy", "kflats.common.errors", "kflats.common.machine", "kflats.common.torch_settings"),
+    "kflats.numerics",
+}
 ALLOWED = {"torch", "numpy", "safetensors", "filelock", "typer", "click", "rich", "kflats"}
 OPTIONAL = {
     "torchao",

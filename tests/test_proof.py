@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -326,6 +327,26 @@ def test_turns_alternate_and_the_first_is_not_counted() -> None:
     assert (second.name, second.turns, second.samples, second.tokens) == ("b", 3, 3, 5)
     with pytest.raises(KflatsError, match="0 turns"):
         take_turns({}, 0)
+
+
+def test_a_quick_run_is_called_again_in_its_turn_with_other_inputs() -> None:
+    """Its first call takes longer, because another run has filled the caches: it is not counted."""
+    clock, quick_seconds = Clock(), itertools.cycle([1.0, 0.5, 0.5])
+    prepared: list[int] = []
+    given: dict[str, list[int]] = {"slow": [], "quick": []}
+
+    def slow() -> None:
+        clock.run("slow", 3)()
+        given["slow"].append(prepared[-1])
+
+    def quick() -> None:
+        clock.run("quick", next(quick_seconds))()
+        given["quick"].append(prepared[-1])
+
+    runs = {"slow": slow, "quick": quick}
+    made = take_turns(runs, 2, stretch=2, clock=clock, prepare=prepared.append)
+    assert [(one.ms, one.ratio, one.turns) for one in made] == [(3000, 1, 2), (500, 1 / 6, 2)]
+    assert given == {"slow": [0, 3, 6], "quick": [*range(9)]}
 
 
 @pytest.mark.parametrize(("seconds", "ran"), [(100, 11), (12, 5), (5, 4), (1, 3)])

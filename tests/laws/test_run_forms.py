@@ -16,10 +16,11 @@ from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
-from kflats.matrices import running
-from kflats.matrices.coded import from_integers
+from kflats.matrices import layers, running
+from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
+from kflats.model import description
 from kflats.model.run_as import running_as
 
 FORMS: tuple[RunForm, ...] = get_args(RunForm)
@@ -65,6 +66,33 @@ def test_forms_are_near_the_codes_and_leave_them_alone(form: RunForm, matrix_row
         assert torch.equal(loaded(inputs()), made)
     kflats.restore_(model)
     assert torch.allclose(model(inputs()), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_one_thread_decodes_and_makes_what_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On busy cores several threads take many times as long. Large matrices are shared among threads again."""
+    used = list[tuple[str, int]]()
+    product, expand = CodedMatrix.product, description.expand_
+
+    def noted(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            used.append((what, torch.get_num_threads()))
+            return call(*given, **named)
+
+        return run
+
+    monkeypatch.setattr(CodedMatrix, "product", noted("product", product))
+    monkeypatch.setattr(description, "expand_", noted("decode", expand))
+    torch.set_num_threads(2)
+    kflats.save(net(), tmp_path / "saved")
+    loaded = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
+    kflats.load_(loaded, tmp_path / "saved")
+    with torch.inference_mode():
+        loaded(inputs())
+        monkeypatch.setattr(layers, "_SHARED", 64 * 96)
+        run_as_(loaded, "int8")
+        loaded(inputs())
+    assert used == [("decode", 1), ("decode", 1), ("product", 1), ("product", 1), ("product", 2), ("product", 1)]
+    assert torch.get_num_threads() == 2
 
 
 def test_codes_are_what_multiplies_after_they_change() -> None:

@@ -26,3 +26,26 @@ def usual_settings() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes in the thread that calls it. Afterwards as before, and in other threads always.
+
+    For many operations of a few microseconds. Sharing each among threads takes two to five times as long, and far
+    longer where other processes run on the same cores: at the end of each operation all threads wait for one that the
+    system has paused.
+
+    >>> before = torch.get_num_threads()
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    >>> torch.get_num_threads() == before
+    True
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)

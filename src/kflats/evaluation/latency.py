@@ -1,7 +1,8 @@
 """How long models take: the one module that times them.
 
 Contestants run in turns, and every other turn is in reverse order, so a machine that warms up or is shared slows all of
-them alike. A latency is a median over turns; its ratio to the first contestant's is taken turn by turn.
+them alike. A latency is a median over turns; its ratio to the first contestant's is taken turn by turn. A quick model
+is called several times in its turn, as a service calls it: caches then hold what it reads, and not what others read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ DRAWN_SHAPES = ((1, 0), (8, 0))
 """Images or sounds of a batch."""
 
 _FEWEST = 3  # turns, however long they take
+_STRETCH = 0.05  # seconds for which a quick contestant is called in its turn
 _RESAMPLES = 2000
 _ENDS = torch.tensor([0.025, 0.975], dtype=torch.float64)
 _CPU = torch.device("cpu")
@@ -98,7 +100,7 @@ def latencies(
     seconds: float = math.inf,
     text: Tensor | None = None,
 ) -> tuple[list[Latency], dict[str, str]]:
-    """Time contestants on inputs of every shape, others in each turn: lookups keep rows of tokens that were read.
+    """Time contestants on inputs of every shape, others in each call: lookups keep rows of tokens that were read.
 
     Args:
         contestants: the first is what the others are compared with.
@@ -136,7 +138,9 @@ def latencies(
                 errors: dict[str, str] = {}
                 noted = {name: partial(_noted, name, each, errors) for name, each in able.items()}
                 with suppress(_NotRunError):
-                    timed += take_turns(noted, turns, given.shape, device, seconds=seconds, prepare=given.turn_to)
+                    timed += take_turns(
+                        *(noted, turns, given.shape, device), seconds=seconds, stretch=_STRETCH, prepare=given.turn_to
+                    )
                     break
                 for name, why in errors.items():
                     del able[name]
@@ -145,7 +149,7 @@ def latencies(
 
 
 class _Inputs:
-    """The batches of one shape: ``batch``, and another one in each turn."""
+    """The batches of one shape, of which ``batch`` is the present one."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, int], text: Tensor | None, device: torch.device) -> None:
         self._model, self._drawn, self._text, self._device = model, shape, text, device
@@ -153,11 +157,11 @@ class _Inputs:
         ids = self.batch.get("input_ids")
         self.shape = shape[0], 0 if ids is None else ids.shape[1]
 
-    def turn_to(self, turn: int) -> None:
-        """Make the batch of this turn."""
-        self.batch = collate(drawn_samples(self._model, *self._drawn, seed=turn), 0, self._device)
+    def turn_to(self, number: int) -> None:
+        """Make the batch of this number."""
+        self.batch = collate(drawn_samples(self._model, *self._drawn, seed=number), 0, self._device)
         if self._text is not None and (ids := self.batch.get("input_ids")) is not None:
-            places = (torch.arange(ids.numel()) + turn * ids.numel()) % len(self._text)
+            places = (torch.arange(ids.numel()) + number * ids.numel()) % len(self._text)
             read = self._text[places].view(ids.shape).to(ids)
             # Classifiers of encoder-decoders read the one end of each text.
             self.batch["input_ids"] = torch.cat([read[:, :-1], ids[:, -1:]], 1)
@@ -186,8 +190,9 @@ def take_turns(
     device: torch.device = _CPU,
     *,
     seconds: float = math.inf,
+    stretch: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
-    prepare: Callable[[int], object] = lambda turn: None,
+    prepare: Callable[[int], object] = lambda number: None,
 ) -> list[Latency]:
     """The latency of every run; every other turn is in reverse order.
 
@@ -197,7 +202,10 @@ def take_turns(
     Args:
         runs: by name; the first is what the others are compared with.
         turns: counted turns. shape: samples and tokens of a batch, for the result.
-        prepare: called with the number of each turn before it begins, untimed.
+        stretch: in seconds. In each turn a run is called until it has taken so long, and at least once; its time is
+            the mean of its calls without the first, if there are others.
+        prepare: called before each call, untimed, with a number: all runs have the same ones in a turn, from its first
+            on, and other ones in each turn.
 
     Raises:
         KflatsError: no turns, or no runs.
@@ -208,18 +216,24 @@ def take_turns(
     if turns < 1 or not runs:
         raise KflatsError(f"{turns} turns of {len(runs)} runs give no time", hint="at least one of each")
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order, began = list(runs), clock()
+    order, number, began = list(runs), 0, clock()
     for turn in range(turns + 1):
         counted = len(times[order[0]])
         if counted == turns or (counted >= _FEWEST and clock() - began > seconds):
             break
-        prepare(turn)
+        most = 0
         for name in order:
-            _settle(device)
-            start = clock()
-            runs[name]()
-            _settle(device)
-            times[name].append(clock() - start)
+            calls: list[float] = []
+            while not calls or sum(calls) < stretch:
+                prepare(number + len(calls))
+                _settle(device)
+                start = clock()
+                runs[name]()
+                _settle(device)
+                calls.append(clock() - start)
+            times[name].append(statistics.fmean(calls[1:] or calls))
+            most = max(most, len(calls))
+        number += most
         order.reverse()
         if turn == 0 and clock() - began <= seconds:
             times = {name: [] for name in runs}

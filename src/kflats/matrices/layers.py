@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -25,6 +25,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.common.schema import JsonObject
+from kflats.common.torch_settings import one_thread
 from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
@@ -168,6 +169,8 @@ class _OneOperator(HoldsMatrix):
 
 _LARGE = 2**18
 """Numbers of a matrix from which on it pays to return to the system what making a product took."""
+_SHARED = 2**22
+"""Numbers of a matrix from which on threads share making a product; of smaller ones they take no less time."""
 
 
 @dataclass(frozen=True)
@@ -251,11 +254,16 @@ class _Multiplies(_OneOperator):
         if ready is None or ready.form != form or ready.kind != kind or not ready.state.holds_for(factors):
             state = State(factors)
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
-            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            numbers = math.prod(matrix.shape)
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+                if numbers < _SHARED:
+                    stack.enter_context(one_thread())
                 product = matrix.product(form, dtype, transposed=self.transposed)
                 settle(matrix.weight.device)
                 self._ready = ready = _Ready(form, kind, state, product)
-            if math.prod(matrix.shape) >= _LARGE:
+            if numbers >= _LARGE:
                 return_memory_now()
         return ready.product
 

@@ -394,23 +394,23 @@ def _costs(
     models: Sequence[nn.Module], tokenizer: Tokenizer, rows: Sequence[Feature]
 ) -> tuple[list[Latency], list[dict[str, Any]]]:
     """The latencies of models that run one batch in turns, and of each model what the batch takes."""
-    padding_id, device, draws = pad_id(tokenizer, models[0]), device_of(models[0]), torch.Generator().manual_seed(0)
+    padding_id, device = pad_id(tokenizer, models[0]), device_of(models[0])
     # Of middle length, and the longest of them in every batch: all batches have one shape.
     some = min(len(rows), _TIMED * _TURNS)
     first = (len(rows) - some) // 2
     *others, longest = sorted(rows, key=len)[first : first + some]
 
-    def drawn() -> dict[str, Tensor]:
+    def drawn(number: int) -> dict[str, Tensor]:
         """Examples of one turn; others in each, because lookups keep rows of tokens that were read."""
-        places = torch.randperm(len(others), generator=draws)[: _TIMED - 1].tolist()
+        places = torch.randperm(len(others), generator=torch.Generator().manual_seed(number))[: _TIMED - 1].tolist()
         batch = collate([*(others[place] for place in places), longest], padding_id, device)
         batch.pop("labels", None)
         return batch
 
-    turn = [drawn()]
+    turn = [drawn(0)]
 
-    def next_turn(_: int) -> None:
-        turn[0] = drawn()
+    def next_turn(number: int) -> None:
+        turn[0] = drawn(number)
 
     inputs = turn[0]
     examples, tokens = inputs["input_ids"].shape

@@ -18,8 +18,7 @@ are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.common.torch_settings import one_thread
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
@@ -495,7 +495,7 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
         heights, widths = [n - r * size for r in i], [d - (diagonal - r) * size for r in i]
         chosen = symbols.of((rows, columns), [min(size, h) for h in heights], [min(size, w) for w in widths])
         here, mine, coupled = (of.flatten(0, 1) for of in (here, mine, coupled))
-        with _one_thread():
+        with one_thread():
             made = _within(
                 here,
                 mine,
@@ -511,17 +511,6 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
         of.transpose(2, 3).reshape(count, tall * size, wide * size)[:, :n, :d] for of in (own - errors, targets)
     )
     return list(zip(values, seen, strict=True))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch would share operations of a few microseconds among its threads, which takes two to five times as long."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 def _tiles(of: Tensor, size: int) -> Tensor:
