@@ -45,12 +45,14 @@ class Subject:
     """A network as tables and the log call it.
 
     Args:
-        name: of the log. task, model: of the log's runs. training, algorithm: decide what is trained.
+        name: of the log. page: the name of page and pictures. task, model: of the log's runs.
+        training, algorithm: decide what is trained.
         digest: of all data; read when the first cell is asked for, as the network of a seed (``trained``) is.
         title, about: of the page.
     """
 
     name: str
+    page: str
     task: str
     model: str
     training: Mapping[str, Any]
@@ -147,13 +149,13 @@ class HiddenLayers:
         )
         for when, title, value in views:
             results = Results(runs, value)
-            picture = asked.results / f"{self.name}_{when}.png"
+            picture = asked.results / f"{self.subject.page}_{when}.png"
             shown = ["SVD", *(f"MESSI, k = {k}" for k in ks), f"k-means, k = {ks[-1]}", OURS]
             parts += [f"## {title}", by_size(results, names, sizes, tasks, len(asked.seeds))]
             if figure(picture, results, shown, places, tasks, ("% of the layers saved", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
             parts += ["What holds:", orderings(results, claims, sizes, tasks)]
-        publish(self.name, self.subject.title, parts, asked)
+        publish(self.subject.page, self.subject.title, parts, asked, self.name)
 
     def _same(self, run: Run) -> bool:
         restarts = run.recipe.get("restarts", self.own.restarts)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -209,8 +209,9 @@ class Asked:
             packaged one. task_data: a folder in the form of ``kflats.task_data``; None: the hub.
         quick: tiny models and generated data. resume: finished runs are kept. tables: nothing is run.
         results: the folder of logs, tables and figures. models: where trained models are kept.
-        command: the command line without its folders.
+        command: the command line that a page names, without folders.
         more: the experiment's own options.
+        shown: the tasks and seeds of the page: the usual ones, where those that were asked for are among them.
     """
 
     tasks: tuple[str, ...]
@@ -225,6 +226,13 @@ class Asked:
     models: Path
     command: str
     more: argparse.Namespace
+    shown: tuple[tuple[str, ...], tuple[int, ...]]
+
+    @property
+    def of_page(self) -> Asked:
+        """The same for the page, which shows all that has run and not the part that this command runs."""
+        tasks, seeds = self.shown
+        return replace(self, tasks=tasks, seeds=seeds)
 
 
 def asked_for(
@@ -262,18 +270,22 @@ def asked_for(
         parser.set_defaults(**{name.replace("-", "_"): value for name, value in (quick or {}).items()})
     given = parser.parse_args(words)
     common = {action.dest: getattr(given, action.dest) for action in parser._actions if action.dest != "help"}
-    hidden = ("results", "models", "resume", "tables", "no_pages", "task_data")
+    asked_tasks, usual_tasks = (tuple(filter(None, words.split(","))) for words in (given.tasks, tasks))
+    asked_seeds, usual_seeds = (tuple(map(_whole, words.split(","))) for words in (given.seeds, seeds))
+    whole = not given.quick and given.source is None and {*asked_tasks} <= {*usual_tasks}
+    shown = usual_tasks if whole else asked_tasks, usual_seeds if {*asked_seeds} <= {*usual_seeds} else asked_seeds
+    hidden = ["results", "models", "resume", "tables", "no_pages", "task_data"]
+    hidden += ["tasks"] * (shown[0] == usual_tasks) + ["seeds"] * (shown[1] == usual_seeds)
     told = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in common.items()
         if name not in hidden and value != parser.get_default(name)
     ]
     data = given.task_data or os.environ.get("KFLATS_DATA") or "hub"
-    seeds_asked = tuple(_whole(word) for word in given.seeds.split(","))
     scratch = Path(tempfile.gettempdir()) / f"kflats-quick-{os.getuid()}"
     return Asked(
-        tasks=tuple(word for word in given.tasks.split(",") if word),
-        seeds=seeds_asked,
+        tasks=asked_tasks,
+        seeds=asked_seeds,
         source=given.source,
         task_data=None if data == "hub" else Path(data),
         quick=given.quick,
@@ -284,6 +296,7 @@ def asked_for(
         models=given.models or (scratch / "models" if given.quick else ROOT / "build" / "task-models"),
         command=" ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *told, "--resume"]),
         more=given,
+        shown=shown,
     )
 
 
@@ -340,11 +353,16 @@ class Experiment(Protocol):
         ...
 
 
-def conduct(experiment: Experiment) -> None:
-    """Run what the log does not hold, unless tables alone are asked for; then write the page."""
-    path = experiment.asked.results / f"{experiment.name}.jsonl"
-    if not experiment.asked.tables:
+def conduct(make: Callable[[Asked], Experiment], asked: Asked) -> None:
+    """Run what the log does not hold, unless tables alone are asked for; then write the page.
+
+    Args:
+        make: the experiment of some options.
+    """
+    experiment = make(asked)
+    path = asked.results / f"{experiment.name}.jsonl"
+    if not asked.tables:
         log = Log(path)
-        carry_out(experiment.cells(log), log, experiment.asked)
-    if experiment.asked.pages:
-        experiment.publish(Log(path))  # with what other processes ran meanwhile
+        carry_out(experiment.cells(log), log, asked)
+    if asked.pages:
+        make(asked.of_page).publish(Log(path))  # with what other processes ran meanwhile

@@ -100,23 +100,28 @@ class Results:
         """The values of one cell."""
         return {model: v for (m, z, t, model), v in self.at.items() if (m, z, t) == (method, size, task)}
 
-    def by_seed(self, methods: Sequence[str], size: str, task: str) -> list[dict[int, float]]:
-        """For each method the mean over the models of a seed that all ``methods`` compressed: one seed that was trained
-        on two kinds of CPU is no two draws."""
-        all_of = [self.by_model(method, size, task) for method in methods]
-        shared = [model for model in all_of[0] if all(model in one for one in all_of)]
-        seeds = {seed: [model for model in shared if model[0] == seed] for seed, _ in shared}
-        return [{seed: statistics.fmean(one[m] for m in models) for seed, models in seeds.items()} for one in all_of]
+    def by_seed(self, methods: Sequence[str], size: str, tasks: Sequence[str]) -> list[dict[int, float]]:
+        """For each method the mean over ``tasks``, for each seed that has all of them.
 
-    def average(self, method: str, size: str, tasks: Sequence[str]) -> dict[object, float]:
-        """The mean over ``tasks`` for each seed that has all of them, by the models of all."""
-        of = [{model[0]: (model, v) for model, v in self.by_model(method, size, task).items()} for task in tasks]
-        shared = [[one[seed] for one in of] for seed in (of[0] if of else ()) if all(seed in one for one in of)]
-        return {tuple(model for model, _ in each): statistics.fmean(v for _, v in each) for each in shared}
+        One seed that was trained on two kinds of CPU is no two draws: its value is the mean over its models, over those
+        that all ``methods`` compressed.
+        """
+        of = [[self.by_model(method, size, task) for method in methods] for task in tasks]
+        shared = [[model for model in each[0] if all(model in one for one in each)] for each in of]
+        seeds = sorted(set.intersection(*({seed for seed, _ in models} for models in shared)) if shared else set())
+
+        def value(place: int, seed: int) -> float:
+            """Of the method at this place."""
+            return statistics.fmean(
+                statistics.fmean(each[place][model] for model in models if model[0] == seed)
+                for each, models in zip(of, shared, strict=True)
+            )
+
+        return [{seed: value(place, seed) for seed in seeds} for place in range(len(methods))]
 
     def cell(self, method: str, size: str, tasks: Sequence[str], seeds: int) -> str:
         """Mean and standard deviation over seeds; how many seeds, where not all have run."""
-        return spread(list(self.average(method, size, tasks).values()), seeds)
+        return spread(list(self.by_seed([method], size, tasks)[0].values()), seeds)
 
 
 def spread(values: Sequence[float], wanted: int, digits: int = 2) -> str:
@@ -179,7 +184,7 @@ def orderings(
     for (better, worse), (name, of) in itertools.product(pairs, _over(tasks)):
         cells = []
         for size, _ in sizes:
-            first, second = (results.average(method, size, of) for method in (better, worse))
+            first, second = results.by_seed((better, worse), size, of)
             found = paired(second, first) if lower_is_better else paired(first, second)
             cells.append(NOT_RUN if found is None else found.judged)
         if any(cell != NOT_RUN for cell in cells):
@@ -224,7 +229,8 @@ def figure(
     fig, panels = plt.subplots(1, len(drawn), figsize=(3.4 * len(drawn) + 1.6, 3.2), squeeze=False)
     for panel, task in zip(panels[0], drawn, strict=True):
         for method in methods:
-            points = [(x, list(results.by_model(method, size, task).values())) for size, x in sorted(sizes, key=_place)]
+            cells = [(x, results.by_seed([method], size, [task])[0]) for size, x in sorted(sizes, key=_place)]
+            points = [(x, list(values.values())) for x, values in cells]
             points = [(x, values) for x, values in points if values]
             if points:
                 panel.errorbar(

@@ -25,17 +25,19 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SEEDS = "0,1,2"
+BFLOAT16 = ("--precision", "bfloat16")  # of training; the pages of these experiments show its runs alone
 COMMANDS = (
     ("messi_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
-    ("fwsvd_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
-    ("messi_variants.py", "--tasks", "rte,mrpc"),
-    ("robust_scores.py", "--tasks", "cola,mrpc,rte,stsb,sst2,conll2003,wnli"),
-    ("fwsvd_groups.py", "--tasks", "stsb,cola,mrpc"),
-    ("messi_same_size.py", "--tasks", "cola,mrpc"),
-    ("messi_search.py", "--tasks", "cola,mrpc"),
-    ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb"),
-    ("fwsvd_tasks.py", "--ratios", "10,20,33,45,60", "--epochs", "0", "--tasks", "cola,stsb"),
-    ("fwsvd_tasks.py", "--tasks", "sst2,conll2003"),
+    ("fwsvd_tasks.py", "--tasks", "mrpc,stsb,cola,rte", *BFLOAT16),
+    ("messi_variants.py", "--tasks", "rte,mrpc", *BFLOAT16),
+    ("robust_scores.py", "--tasks", "cola,mrpc,rte,stsb,sst2,conll2003,wnli", *BFLOAT16),
+    ("fwsvd_groups.py", "--tasks", "stsb,cola,mrpc", *BFLOAT16),
+    ("messi_same_size.py", "--tasks", "cola,mrpc", *BFLOAT16),
+    ("messi_search.py", "--tasks", "cola,mrpc", *BFLOAT16),
+    ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb", *BFLOAT16),
+    ("fwsvd_tasks.py", "--tasks", "conll2003,sst2", *BFLOAT16),
+    ("messi_lenet.py",),
+    ("messi_vgg.py",),
     ("messi_vgg.py", "--width", "64"),
 )
 QUICK = tuple((script,) for script in dict.fromkeys(command[0] for command in COMMANDS))

@@ -143,7 +143,7 @@ class Groups(TaskExperiment):
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Groups(quick(asked_for(__doc__, "stsb,cola,mrpc", OWN, argv=argv, quick=QUICK))))
+    conduct(Groups, quick(asked_for(__doc__, "stsb,cola,mrpc", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ k = 1. Beside them stands kflats' default for layers that are measured, by gradi
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from _hidden_layers import HiddenLayers, Subject, Trained
@@ -36,6 +36,7 @@ def subject(asked: Asked) -> Subject:
 
     return Subject(
         name="messi_lenet",
+        page="messi_lenet",
         task="mnist",
         model="LeNet-300-100",
         training={"epochs": epochs, "lr": 1e-3, "batch": 128, "images": "blobs" if asked.quick else "MNIST"},
@@ -50,7 +51,7 @@ def subject(asked: Asked) -> Subject:
 
 def main(argv: list[str] | None = None) -> None:
     asked = asked_for(__doc__, "mnist", OWN, seeds="0,1,2,3,4", argv=argv, quick=QUICK)
-    conduct(HiddenLayers(asked, subject(asked)))
+    conduct(partial(HiddenLayers, subject=subject(asked)), asked)
 
 
 if __name__ == "__main__":

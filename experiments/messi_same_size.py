@@ -138,7 +138,7 @@ class SameSize(TaskExperiment):
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(SameSize(quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK))))
+    conduct(SameSize, quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

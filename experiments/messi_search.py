@@ -123,7 +123,7 @@ def tried(runs: list[Run]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Search(quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK))))
+    conduct(Search, quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

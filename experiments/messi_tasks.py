@@ -279,7 +279,7 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Tables(quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))))
+    conduct(Tables, quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Variants(TaskExperiment):
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Variants(quick(asked_for(__doc__, "rte,mrpc", OWN, argv=argv, quick=QUICK))))
+    conduct(Variants, quick(asked_for(__doc__, "rte,mrpc", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ of the logits.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ def subject(asked: Asked) -> Subject:
 
     return Subject(
         name="messi_vgg",
+        page="messi_vgg" if asked.quick or own.width == OWN["width"] else f"messi_vgg_width_{own.width}",
         task="cifar10",
         model="VGG-19" if own.width == 64 else f"VGG-19, width {own.width}",
         training=training,
@@ -92,7 +93,7 @@ def subject(asked: Asked) -> Subject:
 
 def main(argv: list[str] | None = None) -> None:
     asked = asked_for(__doc__, "cifar10", OWN, argv=argv, quick=QUICK)
-    conduct(HiddenLayers(asked, subject(asked)))
+    conduct(partial(HiddenLayers, subject=subject(asked)), asked)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Robust(TaskExperiment):
 
 
 def main(argv: list[str] | None = None) -> None:
-    conduct(Robust(quick(asked_for(__doc__, "cola,mrpc,rte,stsb,sst2,conll2003,wnli", OWN, argv=argv, quick=QUICK))))
+    conduct(Robust, quick(asked_for(__doc__, "cola,mrpc,rte,stsb,sst2,conll2003,wnli", OWN, argv=argv, quick=QUICK)))
 
 
 if __name__ == "__main__":

@@ -347,7 +347,5 @@ def test_a_share_that_cannot_begin_is_counted_and_holds_no_other(monkeypatch: py
 
 
 def test_all_runs_names_every_logged_experiment() -> None:
-    logged = {
-        path.name for path in all_runs.HERE.glob("*.py") if "(TaskExperiment)" in path.read_text(encoding="utf-8")
-    }
+    logged = {path.name for path in all_runs.HERE.glob("[!_]*.py") if "conduct(" in path.read_text(encoding="utf-8")}
     assert logged <= {command[0] for command in all_runs.COMMANDS} == {command[0] for command in all_runs.QUICK}

@@ -175,9 +175,10 @@ def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
     results = Results(other, drop)
     assert len(results.by_model("SVD", "60%", "cola")) == 2
     twice = Results([*runs, *(dataclasses.replace(r, original=0.9, compressed=0.8) for r in runs)], drop)
-    ours, theirs = twice.by_seed(("MESSI", "SVD"), "60%", "cola")
+    ours, theirs = twice.by_seed(("MESSI", "SVD"), "60%", ["cola"])
     assert ours == pytest.approx({0: 7.5, 1: 8.25})
     assert theirs == pytest.approx({0: 10.0, 1: 11.0})
+    assert twice.cell("SVD", "60%", ["cola"], 2) == "10.50 ± 0.71", "a seed counts once in a cell too"
     said = orderings(results, [("MESSI", "SVD")], [("60%", "")], ["cola"])
     assert "+5.00 (1 seed, no interval)" in said
     both = [*other, *(dataclasses.replace(run, task="mrpc") for run in runs)]
@@ -225,6 +226,25 @@ def test_a_task_without_its_training_split_is_refused_with_the_splits_that_are_t
     assert len(task_data("qnli", Training(split="train_sample"), tmp_path).training) == 288
     with pytest.raises(KflatsError, match="there is no task 'qnly'"):
         task_data("qnly", Training(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks", "seeds", "command"),
+    [
+        (("--tasks", "mrpc", "--seeds", "1"), ("cola", "mrpc"), (0, 1, 2), ""),
+        (("--tasks", "mrpc,rte", "--seeds", "7"), ("mrpc", "rte"), (7,), " --tasks mrpc,rte --seeds 7"),
+        (("--tasks", "mrpc", "--source", "a"), ("mrpc",), (0, 1, 2), " --tasks mrpc --source a"),
+    ],
+)
+def test_a_page_shows_all_of_its_experiment_whatever_part_was_run(
+    words: tuple[str, ...], tasks: tuple[str, ...], seeds: tuple[int, ...], command: str, tmp_path: Path
+) -> None:
+    found = asked(tmp_path, *words)
+    assert ",".join(found.tasks) == words[1]
+    page = found.of_page
+    assert (page.tasks, page.seeds) == (tasks, seeds)
+    assert found.command.endswith(f"{command} --resume")
+    assert ("--tasks" in found.command) == bool(command)
 
 
 @pytest.mark.parametrize("seeds", ["a", "0,", "-1", "0.5"])
