@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kflats.common.machine import cpu_units
 from kflats.demo import packaged_model
 from kflats.evaluation.latency import take_turns
 
@@ -88,13 +89,6 @@ def publish(title: str, body: str, options: argparse.Namespace) -> None:
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cpu}"
     options.write.parent.mkdir(parents=True, exist_ok=True)
     options.write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
-
-
-def cpu_units() -> list[str]:
-    """What this CPU has for integers and bfloat16, by the names that Linux gives; nothing where it gives none."""
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text(encoding="ascii", errors="replace").split()) if info.is_file() else set()
-    return [name for name in ("avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16") if name in flags]
 
 
 def part(folder: str | Path, about: object) -> Path:

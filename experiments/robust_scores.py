@@ -68,7 +68,8 @@ class Robust(TaskExperiment):
     @staticmethod
     def compute(model: TaskModel, known: Callable[[], Known], method: str, rate: str) -> Scores:
         """Approximate the table, judge."""
-        (weight,) = [w for w in find_weights(model.model) if w.name.endswith("word_embeddings")]
+        table = model.model.get_input_embeddings()
+        (weight,) = [w for w in find_weights(model.model) if model.model.get_submodule(w.places[0].name) is table]
         small, found = next(compressed(model.model, [weight], method, [float(rate) / 100], known(), model.seed))
         return Scores(
             metric=model.metric,

@@ -17,7 +17,7 @@ from baselines.l1_fixed_point import fixed_point
 from baselines.magnitude import magnitude_mask
 from baselines.random_mask import random_mask
 from baselines.robust_pca import principal_component_pursuit
-from baselines.synflow import flow_model, synflow_masks, synflow_scores
+from baselines.synflow import encoder_flow, flow_model, synflow_masks, synflow_scores
 
 from kflats.numerics.svd import truncated_svd
 
@@ -321,3 +321,41 @@ def test_errors_are_relative_to_those_of_zeros() -> None:
     b = torch.tensor([[0.0, 0.0], [0.0, 5.0]])
     assert errors([(a, b)]) == pytest.approx({"l1": 7 / 12, "l21": 0.5, "frobenius": 0.5**0.5})
     assert errors([(a, b), (a, a)]) == pytest.approx({"l1": 7 / 24, "l21": 0.25, "frobenius": 0.5})
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+ENCODERS = {
+    "bert": {**SMALL, "hidden_size": 16},
+    "albert": {**SMALL, "hidden_size": 16, "embedding_size": 8},
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32},
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_the_flow_of_an_encoder_is_linear_and_knows_no_shifts(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, vocab_size=40, **ENCODERS[kind]))
+    flow = encoder_flow(model)
+    assert flow.shape == (model.get_input_embeddings().weight.shape[1],)
+    assert bool((flow > 0).all())
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                module.bias.normal_()
+        signs = {name: torch.randn_like(p).sign() for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.mul_(signs[name])
+    assert torch.allclose(encoder_flow(model), flow, rtol=1e-9)
+    if kind == "bert":
+        width = flow.shape[0]
+        y = torch.eye(width, dtype=torch.float64) * model.embeddings.LayerNorm.weight.double().abs()
+
+        def through(layer: nn.Module, rows: Tensor) -> Tensor:
+            return rows @ layer.weight.double().abs().T if isinstance(layer, nn.Linear) else rows * layer.weight.abs()
+
+        for layer in model.encoder.layer:
+            inner = layer.attention
+            y = through(inner.output.LayerNorm, y + through(inner.output.dense, through(inner.self.value, y)))
+            y = through(layer.output.LayerNorm, y + through(layer.output.dense, through(layer.intermediate.dense, y)))
+        assert torch.allclose(y.sum(1), flow, rtol=1e-9)

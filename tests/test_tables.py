@@ -220,6 +220,33 @@ def test_the_index_of_a_model_says_which_file_holds_a_tensor(tmp_path: Path) -> 
         open_rows(tmp_path, name="words")
 
 
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_file_of_more_bytes_than_the_memory_is_opened(kind: str, tmp_path: Path) -> None:
+    """A billion rows in one file, of which the disk holds the head alone; places lie beyond 2^31 and 2^32."""
+    rows, width, path = 1_000_000_000, 64, tmp_path / f"table.{kind}"
+    if kind == "npy":
+        with path.open("wb") as file:
+            head = {"descr": "<f2", "fortran_order": False, "shape": (rows, width)}
+            np.lib.format.write_array_header_1_0(file, head)
+    else:
+        entry = {"dtype": "F16", "shape": [rows, width], "data_offsets": [0, 2 * rows * width]}
+        head_bytes = json.dumps({"table": entry}).encode()
+        path.write_bytes(len(head_bytes).to_bytes(8, "little") + head_bytes)
+    size = path.stat().st_size + 2 * rows * width
+    try:
+        os.truncate(path, size)
+    except OSError:
+        pytest.skip("no files with holes here")
+    with path.open("r+b") as file:
+        for row in (2**26, rows - 1):  # their numbers begin at 2^32 and near 2^36
+            file.seek(size - 2 * width * (rows - row))
+            file.write(np.full(width, row % 1000, dtype=np.float16).tobytes())
+    found = open_rows(path)
+    assert found.shape == (rows, width)
+    taken = found.take(torch.tensor([rows - 1, 5, 2**26]))
+    assert taken[:, 0].tolist() == [(rows - 1) % 1000, 0, 2**26 % 1000]
+
+
 def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 import torch
 from crew import together
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kflats.cli import workers as launcher
 from kflats.common import workers as workers_module
 from kflats.common.errors import KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Store, Workers
+from kflats.compress.fitting import copies_fingerprint, model_fingerprint
 from kflats.methods import SVD
 from kflats.model.weights import find_weights
 from kflats.numerics.coding.lanes import Bytes
@@ -109,6 +111,29 @@ def test_workers_that_differ_are_refused_or_named(capsys: pytest.CaptureFixture[
         together(2, 0, one(True))
     together(2, 0, one(False))
     assert capsys.readouterr().err.count("differ in versions") == 1
+
+
+def test_what_last_digits_depend_on_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processors of one instruction set differ where one has units that the other lacks."""
+    here = workers_module._surroundings()
+    assert {"torch", "Python", "processor", "threads"} <= here.keys()
+    monkeypatch.setattr(workers_module, "cpu_units", lambda: ("a unit of tomorrow",))
+    assert workers_module._surroundings()["processor"] != here["processor"]
+
+
+def test_copies_of_a_model_are_one_model_and_other_weights_are_another(tiny_folder: Path, tmp_path: Path) -> None:
+    def both(folder: Path) -> tuple[str, str]:
+        return tuple(of(folder, CalibrationData(), None) for of in (copies_fingerprint, model_fingerprint))  # type: ignore[return-value]
+
+    shutil.copytree(tiny_folder, copy := tmp_path / "copy")
+    os.utime(copy / "model.safetensors", (1, 1))
+    (here, mine), (there, theirs) = both(tiny_folder), both(copy)
+    assert here == there
+    assert mine != theirs  # what is kept of an interrupted run belongs to one folder
+    weights = load_file(copy / "model.safetensors")
+    name = max(weights, key=lambda name: weights[name].numel())
+    save_file({**weights, name: weights[name] + 1}, copy / "model.safetensors")
+    assert both(copy)[0] != here
 
 
 def test_what_one_worker_listed_another_does_not_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +322,28 @@ def test_the_bytes_of_a_folder_do_not_depend_on_the_workers(
     ended(compressed(tiny_folder, tmp_path / "small", count))
     assert weights_of(tmp_path / "small") == alone
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+@pytest.mark.slow
+def test_each_worker_may_have_a_copy_of_the_model(alone: bytes, tiny_folder: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(tiny_folder, tmp_path / f"copy-{rank}", copy_function=shutil.copyfile)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom kflats.cli.app import app\n"
+        f"folder = {str(tmp_path / 'copy-')!r} + os.environ['RANK']\n"
+        f"app(['compress', folder, '--out', {str(tmp_path / 'small')!r}, *{OPTIONS!r}])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    subprocess.run(command, env=SURROUNDINGS, check=True, capture_output=True, timeout=600)
+    assert weights_of(tmp_path / "small") == alone
+    weights = load_file(tmp_path / "copy-1" / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "copy-1" / "model.safetensors")
+    shutil.rmtree(tmp_path / "small")
+    done = subprocess.run(command, env=SURROUNDINGS, check=False, capture_output=True, text=True, timeout=600)
+    assert done.returncode
+    assert "differ in the model, the data or its files" in done.stderr
+    assert not (tmp_path / "small").exists()
 
 
 def workers_of(process: subprocess.Popen[str]) -> Iterator[int]:

@@ -91,23 +91,40 @@ def synflow_masks(
     return masks
 
 
-def encoder_flow(bert: nn.Module) -> Tensor:
-    """(d,) float64: dR / dx_j of a BERT encoder for an embedding x: |E_ij| times it is the score of E_ij.
+class _Scale(nn.Module):
+    """A layer norm that keeps its scales and does not normalise."""
 
-    With absolute weights and no shifts attention averages equal positions, so values and outputs carry the flow and
-    queries and keys none; layer norms keep their scales and do not normalise. R sums the last hidden state.
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def encoder_flow(encoder: nn.Module) -> Tensor:
+    """(d,) float64: dR / dx_j of a transformer encoder for an embedding x: |E_ij| times it is the score of E_ij.
+
+    With absolute weights and no shifts attention averages equal positions, so one token says all: values and outputs
+    carry the flow, queries and keys none. R, the sum of the last hidden state, is linear in the embedding of this
+    token, so its slopes are its values at the unit vectors. For models of transformers that take
+    ``inputs_embeds``: BERT, RoBERTa, ELECTRA, DistilBERT, ALBERT and XLNet are tried.
     """
-    device = bert.embeddings.LayerNorm.weight.device
-    x = torch.ones(bert.config.hidden_size, dtype=torch.float64, device=device, requires_grad=True)
+    table = encoder.get_input_embeddings()
+    flow = flow_model(encoder)
+    read = flow.get_input_embeddings()
+    with torch.no_grad():
+        for module in list(flow.modules()):
+            if isinstance(module, nn.Embedding) and module is not read:
+                module.weight.zero_()  # positions and segments are shifts
+            for name, child in module.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    setattr(module, name, _Scale(child))
+                elif type(child).__module__ in _ACTIVATIONS and not any(True for _ in child.parameters()):
+                    setattr(module, name, nn.Identity())
+        units = torch.eye(table.weight.shape[1], dtype=torch.float64, device=table.weight.device).unsqueeze(1)
+        hidden: Tensor = flow(inputs_embeds=units).last_hidden_state
+    return hidden.sum((1, 2))
 
-    def by(module: nn.Module, y: Tensor) -> Tensor:
-        weight = module.weight.detach().double().abs()
-        return weight @ y if weight.ndim == 2 else weight * y
 
-    y = by(bert.embeddings.LayerNorm, x)
-    for layer in bert.encoder.layer:
-        inner = layer.attention
-        y = by(inner.output.LayerNorm, y + by(inner.output.dense, by(inner.self.value, y)))
-        y = by(layer.output.LayerNorm, y + by(layer.output.dense, by(layer.intermediate.dense, y)))
-    (flow,) = torch.autograd.grad(y.sum(), x)
-    return flow
+_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")

@@ -22,6 +22,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_units() -> tuple[str, ...]:
+    """What this CPU has for integers and bfloat16, by the names that Linux gives; nothing where it gives none.
+
+    >>> set(cpu_units()) <= {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16"}
+    True
+    """
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text(encoding="ascii", errors="replace").split()) if info.is_file() else set()
+    names = ("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
+    return tuple(name for name in names if name in flags)
+
+
 def available_bytes() -> int:
     """The machine's memory, or the limit that was set for this process (``ulimit -d`` or ``-v``) if that is less.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
+from kflats.common.machine import cpu_units
 
 PATIENCE = 120.0
 """Seconds without a sign of life after which a worker counts as lost."""
@@ -82,6 +83,9 @@ class _Sent:
 
     key: str
     tensors: list[tuple[Tensor, dist.Work | None]]
+
+
+_ALIKE = "the same command for all workers, and the same files or whole copies of them"
 
 
 @dataclass
@@ -265,11 +269,12 @@ class Workers:
         for rank in range(self.count):
             self._text(f"{stage}/{rank}", "coming here", owner=rank)
 
-    def agree(self, what: str, values: Mapping[str, str], *, refused: bool = True) -> None:
+    def agree(self, what: str, values: Mapping[str, str], *, refused: bool = True, hint: str = _ALIKE) -> None:
         """Check that all workers have the same ``values``.
 
         Args:
             what: they are, for the message. refused: False: differences are announced, and the run goes on.
+            hint: what to do about a difference.
 
         Raises:
             KflatsError: a difference.
@@ -286,7 +291,7 @@ class Workers:
                 raise KflatsError(
                     f"workers 0 and {rank} differ in {what}: {'; '.join(unlike)}",
                     cause="results could then depend on which worker does what",
-                    hint="equal machines and versions, or --allow-unlike-workers",
+                    hint=hint,
                 )
             if unlike:
                 announce(f"workers 0 and {rank} differ in {what}: {'; '.join(unlike)}", quiet=not self.first)
@@ -428,7 +433,8 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
     beating = threading.Thread(target=_beat, args=(store, rank, ended), daemon=True)
     beating.start()
     try:
-        workers.agree("versions or machines", _surroundings(), refused=not allow_unlike)
+        hint = "equal machines and versions, or --allow-unlike-workers"
+        workers.agree("versions or machines", _surroundings(), refused=not allow_unlike, hint=hint)
         yield workers
     except LostWorkerError as lost:
         raise lost.error from lost
@@ -459,9 +465,10 @@ def _surroundings() -> dict[str, str]:
     for name in _LIBRARIES:
         with suppress(ImportError):
             versions[name] = version(name)
-    capability = torch.backends.cpu.get_cpu_capability()
+    # Libraries choose their kernels by these, and kernels differ in the last digits.
+    units = " ".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_units()))
     return versions | {
         "Python": platform.python_version(),
-        "processor": f"{platform.machine()} {capability}",
+        "processor": units,
         "threads": str(torch.get_num_threads()),
     }

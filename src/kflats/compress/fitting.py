@@ -429,14 +429,43 @@ def measured_once(
 
 def model_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:
     """The model, and all data: what measurements depend on."""
-    # The weights, and the tokenizer's files: counts and priors come from those.
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _model_files(folder))
+    about = [str(folder), files, data.digest(), version(), trim]
+    return sha256([json.dumps(about)])
+
+
+def copies_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:
+    """The same for copies of a model in other places, made at other times.
+
+    Of files of weights the head, the end and places between are read, not all: two models of one shape differ there,
+    unless somebody has changed single numbers.
+    """
+    files = sorted((path.name, path.stat().st_size, _sample_digest(path)) for path in _model_files(folder))
+    return sha256([json.dumps([files, data.digest(), version(), trim])])
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The weights, and the tokenizer's files: counts and priors come from those."""
     kinds = (".safetensors", ".json", ".txt", ".model")
     paths = [path for path in folder.rglob("*") if path.suffix in kinds]
     # Hidden files and folders are not the model's.
-    shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in shown)
-    about = [str(folder), files, data.digest(), version(), trim]
-    return sha256([json.dumps(about)])
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
+_SAMPLES, _SAMPLE = 64, 2**16  # places of a file, and bytes at each
+
+
+def _sample_digest(path: Path) -> str:
+    """Of a file's bytes; of a long one's at evenly spaced places, the first and the last among them."""
+    size = path.stat().st_size
+    last = max(0, size - _SAMPLE)
+    places = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)}) if last else [0]
+    parts = []
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place)
+            parts.append(file.read(_SAMPLE))
+    return sha256(parts)
 
 
 def work_fingerprint(about: str, decided: Decided, seed: int) -> str:

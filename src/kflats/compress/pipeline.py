@@ -22,6 +22,7 @@ from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.common.workers import Workers
 from kflats.compress.fitting import (
     Partial,
+    copies_fingerprint,
     factorize,
     kept_streams,
     measured_once,
@@ -256,7 +257,11 @@ def compress_folder(
         budget = None if budget is None else files.budget_in_bytes(budget, model)
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
-        workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
+        if workers.count > 1:
+            alike = {"fingerprint": copies_fingerprint(folder, data, trim), "output": os.fspath(aside)}
+            workers.agree("the model, the data or its files", alike)
+            # What was kept of an interrupted run is the first worker's.
+            ((_, about),) = workers.in_turn(["naming the model"], lambda _: ({}, about))
         if prepared is not None:
             data = prepared.known(about) or data
 

@@ -18,6 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -75,8 +77,11 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, T
     raise KflatsError(f"{path} cannot be read", hint="fetch the file again, or compress the model again")
 
 
-def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def mapped_tensors(path: str | os.PathLike[str], only: str | None = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name, read-only. The file stays mapped as long as one of them lives.
+
+    Args:
+        only: the name of the one tensor that is wanted; None: all.
 
     Raises:
         KflatsError: no safetensors file, a truncated one, a type that kflats does not read, or a tensor whose bytes are
@@ -96,7 +101,27 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise KflatsError(f"{path} cannot be read: {error.strerror}", hint="restore the file") from error
-    return {name: _tensor(data, begin, entry, f"the tensor {name!r} in {path}") for name, entry in entries.items()}
+    return {
+        name: _tensor(data, begin, entry, f"the tensor {name!r} in {path}")
+        for name, entry in entries.items()
+        if only in (None, name)
+    }
+
+
+def mapped_array(path: str | os.PathLike[str]) -> np.memmap[Any, np.dtype[Any]]:
+    """The array of a ``.npy`` file, read-only. Arrays of objects are refused, so nothing is unpickled.
+
+    Raises:
+        ValueError, OSError and others: a damaged file, for whose head numpy raises many kinds.
+    """
+    return np.lib.format.open_memmap(path, mode="r")
+
+
+def as_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """The same numbers as a tensor, which nobody writes into where the array is read-only."""
+    with warnings.catch_warnings():  # that the array is not writable is what is wanted
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        return torch.from_numpy(array)
 
 
 def _tensor(data: mmap.mmap, begin: int, entry: TensorEntry, what: str) -> Tensor:

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
+from kflats.io.mapped import as_tensor, mapped_array, mapped_tensors, read_header
 from kflats.io.sources import is_coded_table
 from kflats.numerics.rows import Rows, TensorRows
 
@@ -153,7 +153,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
         if not path.is_file():
             raise KflatsError(f"there is no file {path}", hint=hint)
         try:
-            found: Tensor | npt.NDArray[np.generic] = np.lib.format.open_memmap(path, mode="c")
+            found: Tensor | npt.NDArray[np.generic] = mapped_array(path)
         except Exception as error:  # a damaged head makes numpy raise many kinds
             raise _unreadable(path, error) from error
     else:
@@ -163,7 +163,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
             raise KflatsError("the weights of rows are no array", hint=hint) from error
     if isinstance(found, np.ndarray):
         numbers = found.dtype.kind in "fiu" and found.dtype.itemsize <= 8 and found.dtype.isnative
-        made = torch.from_numpy(np.ascontiguousarray(found)) if numbers else None
+        made = as_tensor(np.ascontiguousarray(found)) if numbers else None
     else:
         numbers = found.layout == torch.strided and found.dtype not in (torch.bool, torch.complex64, torch.complex128)
         made = found.cpu() if numbers and not found.is_meta else None
@@ -254,13 +254,13 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
 
 def _of_safetensors(path: Path, name: str) -> Rows:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = [one for one in list(file.keys()) if name in ("", one)]
-            matrices = [one for one in names if len(file.get_slice(one).get_shape()) == 2]
-            chosen = _only(path, "tensor", matrices, name)
-            return TensorRows(file.get_tensor(chosen))  # mapped: pages are read when they are used
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            _, entries = read_header(file, path)
+    except OSError as error:
         raise _unreadable(path, error) from error
+    matrices = [one for one, entry in entries.items() if name in ("", one) and len(entry.shape) == 2]
+    chosen = _only(path, "tensor", matrices, name)
+    return TensorRows(mapped_tensors(path, chosen)[chosen])  # pages are read when they are used
 
 
 def _of_npy(path: Path, name: str) -> Rows:
@@ -271,8 +271,7 @@ def _of_npy(path: Path, name: str) -> Rows:
             hint="leave out the name (--column)",
         )
     try:
-        # Copied when written to, which torch asks for and nobody does. Objects are refused, so nothing is unpickled.
-        table = np.lib.format.open_memmap(path, mode="c")
+        table = mapped_array(path)
     except Exception as error:  # a damaged head makes numpy raise many kinds
         raise _unreadable(path, error) from error
     if table.dtype not in _FLOATS:
@@ -280,7 +279,7 @@ def _of_npy(path: Path, name: str) -> Rows:
             f"{path} holds {table.dtype}, which is not supported as a table",
             hint="float16, float32 or float64 of this machine's byte order",
         )
-    return TensorRows(torch.from_numpy(table))
+    return TensorRows(as_tensor(table))
 
 
 def _of_arrow(path: Path, name: str) -> Rows:
