@@ -200,7 +200,9 @@ def main() -> None:
             out = Path(place) / f"out-{len(lines)}"
             command = [options.python, "-m", "kflats", "compress", str(source), "--out", str(out), "--no-proof"]
             seconds, most = run([*command, "--quiet", *how], limit)
-            same = seen.setdefault((what, shape), digest(out)) == digest(out)
+            made, before = digest(out), seen.get((what, shape))
+            same = "-" if before is None else before == made  # the first of its kind is compared with none
+            seen[what, shape] = made
             weights = 7 * shape.layers + 2
             line: dict[str, object] = {"run": what, "folder": f"{total / 1e9:.2f} GB", "weights": weights}
             line |= {"limit": "-" if limit is None else f"{limit / 1e9:.1f} GB"}
