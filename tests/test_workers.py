@@ -123,7 +123,8 @@ def test_what_last_digits_depend_on_is_compared(monkeypatch: pytest.MonkeyPatch)
 
 def test_copies_of_a_model_are_one_model_and_other_weights_are_another(tiny_folder: Path, tmp_path: Path) -> None:
     def both(folder: Path) -> tuple[str, str]:
-        return tuple(of(folder, CalibrationData(), None) for of in (copies_fingerprint, model_fingerprint))  # type: ignore[return-value]
+        data = CalibrationData()
+        return copies_fingerprint(folder, data, None), model_fingerprint(folder, data, None)
 
     shutil.copytree(tiny_folder, copy := tmp_path / "copy")
     os.utime(copy / "model.safetensors", (1, 1))
