@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kflats import SVD
 from kflats.common.errors import KflatsError
-from kflats.io import open_rows
+from kflats.io import open_rows, tables
 from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows, all_rows
 
@@ -99,6 +99,33 @@ def test_rows_are_those_that_were_written(form: str, parts: int, dtype: torch.dt
             assert [len(block) for _, block in blocks[:-1]] == [size] * (len(whole) // size - (len(whole) % size == 0))
         index = torch.randint(len(whole), (50,), generator=torch.Generator().manual_seed(1))
         assert torch.equal(rows.take(index), whole[index].to(rows.dtype))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith(("parquet", "arrow"))])
+def test_rows_are_read_piece_by_piece(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of three rows, in groups of seven and in one: in order, backwards, and mixed."""
+    monkeypatch.setattr(tables, "_PIECE", 3)
+    table = drawn(40, 5)
+    rows = open_rows(FORMS[form](table, tmp_path / "x"), name="vector")
+    mixed = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for index in (torch.arange(40), torch.arange(39, -1, -1), mixed, torch.tensor([39]), torch.tensor([0, 39, 0])):
+        assert torch.equal(rows.take(index), table[index])
+    assert [len(piece) for _, piece in rows.parts[0]._pieces_of(0)][:2] == [3, 3]  # type: ignore[attr-defined]
+
+
+def test_damage_that_is_found_while_rows_are_read_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_PIECE", 100)
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, whole = tmp_path / "x.parquet", arrow.table({"vector": column(drawn(2000, 8), "fixed")})
+    parquet.write_table(whole, path, data_page_size=4096, compression="none", write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+    rows = open_rows(path)  # its first rows are whole
+    with pytest.raises(KflatsError, match=r"x\.parquet cannot be read"):
+        rows.take(torch.arange(2000))
 
 
 def test_bfloat16_is_read(tmp_path: Path) -> None:
@@ -289,7 +316,7 @@ def test_mapped_files_take_no_memory_of_their_own(form: str, tmp_path: Path) -> 
     path = FORMS[form](drawn(200_000, 64), tmp_path / "x")
     program = f"""
 import torch
-from kflats.io import open_rows
+from kflats.io import open_rows, tables
 def private():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1])
 rows = open_rows({str(path)!r})

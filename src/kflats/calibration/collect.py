@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeAlias
@@ -102,9 +101,9 @@ def measure(
             weight that takes more is measured alone.
         quiet: no progress bar, and no line on weights that were never reached.
         workers: who sum the blocks; all of them get the statistics.
-        scratch: a folder for inputs of layers, and for the means where the sums do not fit into memory together: they
-            are then mapped files and read-only (writing into them ends the process). None: the means are in memory, and
-            the inputs in a temporary folder.
+        scratch: a folder whose disk takes inputs of layers, and the means where the sums do not fit into memory
+            together: they are then mapped and read-only (writing into them ends the process). None: the means are in
+            memory, and the inputs on the disk of the system's temporary folder. Nothing is left in either folder.
         file: the first worker writes the statistics into it, in a folder that all workers see; those of every worker
             are then mapped and read-only. None: the means go to each worker's memory.
 
@@ -133,9 +132,7 @@ def measure(
     several = len(list(groups(weights))) > 1
     # A decoder's layers read which tokens the encoder was given, which is known while the encoder runs.
     layers = longest_list(model) if several and not is_encoder_decoder(model) else ()
-    if scratch is not None:
-        Path(scratch).mkdir(parents=True, exist_ok=True)
-    spill = None if scratch is None or not several else Spill(Path(scratch) / "measured")
+    spill = None if scratch is None or not several else Spill(scratch)
     # Of the blocks whose sums this worker takes (``Workers.gathered``) the inputs of layers go to its disk.
     own = {index: blocks[index] for place, index in enumerate(blocks) if place % workers.count == workers.rank}
     # Who get the means: all, or the first alone, which writes them.
@@ -146,13 +143,12 @@ def measure(
         frozen(model, layers),
         explained(model, _UNMEASURED),
         progress_bar(quiet=quiet) as update,
-        tempfile.TemporaryDirectory(dir=scratch, prefix="layers-") as inputs,
     ):
         job = Job(model, weights, kept, wanted, objective)
         means: dict[str, Measured] = {}
         for one_sample in (False, True):
             chosen = [w for w in weights if (w.name in job.without_layout) == one_sample]
-            chain = None if one_sample or not layers else job.chain(layers, Spill(inputs), chosen)
+            chain = None if one_sample or not layers else job.chain(layers, Spill(scratch), chosen)
             if chain is None:
                 passes: Iterator[Pass] = (Pass("measuring", group) for group in groups(chosen))
             else:
@@ -365,9 +361,9 @@ def _is_chain(
     objective: Objective | None,
 ) -> bool:
     """Whether ``model`` runs, and is a chain, where ``layers`` are widened one by one: it may read their types."""
-    with frozen(model, layers), tempfile.TemporaryDirectory() as folder:
+    with frozen(model, layers):
         try:
-            return Job(model, weights, batches, wanted, objective).chain(layers, Spill(folder), weights) is not None
+            return Job(model, weights, batches, wanted, objective).chain(layers, Spill(None), weights) is not None
         except (KflatsError, RuntimeError, TypeError, ValueError, IndexError):
             return False
 

@@ -302,7 +302,7 @@ def compress_folder(
             prepared.about, prepared.data = about, decided.data
         if workers.first:
             _keep(decided, keep_statistics)
-        spill = Spill(Partial(out, about).folder / "saved")
+        spill = Spill(Partial(out, about).folder)
         streams = kept_streams(done if workers.first else ())
         report = swapped(
             model, decided.plan, done, seed, _called(source), files.beside, spill if workers.first else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,17 +22,16 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kflats.common.errors import KflatsError
-from kflats.common.hashing import sha256
 from kflats.common.schema import decode
-from kflats.io.atomic import replaced
+from kflats.io.atomic import explained
 
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
 _AT_ONCE = 2**22  # numbers that are looked at together
+_ALIGNED = 64  # bytes at whose multiples tensors begin
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +39,7 @@ _TYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -88,6 +89,7 @@ def mapped_tensors(path: str | os.PathLike[str], only: str | None = None) -> dic
             not those of its shape.
 
     >>> import tempfile
+    >>> from safetensors.torch import save_file
     >>> path = tempfile.mkdtemp() + "/a.safetensors"
     >>> save_file({"a": torch.arange(3), "none": torch.ones(0, 2)}, path)
     >>> {name: tensor.tolist() for name, tensor in mapped_tensors(path).items()}
@@ -133,10 +135,7 @@ def _tensor(data: mmap.mmap, begin: int, entry: TensorEntry, what: str) -> Tenso
         raise KflatsError(f"{what} has other bytes than its shape", cause="a damaged file", hint="fetch the file again")
     if first == end:
         return torch.empty(entry.shape, dtype=dtype)
-    with warnings.catch_warnings():  # that the buffer is not writable is what is wanted
-        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        flat = torch.frombuffer(data, dtype=dtype, count=prod(entry.shape), offset=begin + first)
-    return flat.view(entry.shape)
+    return _read_only(data, begin + first, dtype, entry.shape)
 
 
 _Loaded = TypeVar("_Loaded")
@@ -149,6 +148,7 @@ def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -
     another thread, or through a view of numpy, still ends the process.
 
     >>> import tempfile
+    >>> from safetensors.torch import save_file
     >>> path = tempfile.mkdtemp() + "/a.safetensors"
     >>> save_file({"a": torch.ones(2, 2), "b": torch.ones(1)}, path)
     >>> tensors = mapped_tensors(path)
@@ -220,6 +220,7 @@ def not_finite(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """Where safetensors files hold NaN or infinity: file, tensor and rows. All of them are read.
 
     >>> import tempfile
+    >>> from safetensors.torch import save_file
     >>> path = tempfile.mkdtemp() + "/a.safetensors"
     >>> save_file({"words": torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [0.0, torch.inf]])}, path)
     >>> list(not_finite([path]))
@@ -237,19 +238,22 @@ def not_finite(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
 
 
 class Spill:
-    """A folder into which tensors go that shall not stay in memory.
+    """The disk of a folder, for tensors that shall not stay in memory.
+
+    They go into files without a name, so the system removes them with the process, however that ends. Where a file
+    must have a name (network folders, Windows), it is removed when it is mapped, or closed.
 
     Args:
-        folder: made if it is missing; whoever named it removes it.
+        folder: made if it is missing; None: the system's temporary folder.
 
     >>> import tempfile
-    >>> Spill(tempfile.mkdtemp()).kept({"a": torch.ones(2)})
-    {'a': tensor([1., 1.])}
+    >>> folder = tempfile.mkdtemp()
+    >>> Spill(folder).kept({"a": torch.ones(2)}), os.listdir(folder)
+    ({'a': tensor([1., 1.])}, [])
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self._files = 0
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
 
     def kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors, mapped. They are compared with the given ones before those may go.
@@ -257,16 +261,35 @@ class Spill:
         Raises:
             KflatsError: a full disk, or a disk that does not return what was written.
         """
-        self._files += 1
-        path = self.folder / f"spilled-{self._files}.safetensors"
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with replaced(path) as aside:
-            save_file(stored, aside)
-        mapped = mapped_tensors(path)
-        if _digest(mapped) != _digest(stored):
-            raise KflatsError(f"{path} does not hold what was written", cause="a failing disk", hint="another disk")
+        places: dict[str, int] = {}
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                for name, tensor in stored.items():
+                    file.write(bytes(-file.tell() % _ALIGNED))
+                    places[name] = file.tell()
+                    file.write(_bytes_of(tensor).numpy().data)
+                file.flush()
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else None
+        mapped = {
+            name: _read_only(data, places[name], tensor.dtype, tensor.shape)
+            if data is not None and tensor.numel()
+            else torch.empty_like(tensor)
+            for name, tensor in stored.items()
+        }
+        if not all(torch.equal(_bytes_of(mapped[name]), _bytes_of(tensor)) for name, tensor in stored.items()):
+            raise KflatsError(
+                f"a file in {self.folder} does not hold what was written", cause="a failing disk", hint="another disk"
+            )
         return mapped
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return sha256(part for item in sorted(tensors.items()) for part in item)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _read_only(data: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    with warnings.catch_warnings():  # that the buffer is not writable is what is wanted
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        return torch.frombuffer(data, dtype=dtype, count=prod(shape), offset=offset).view(shape)

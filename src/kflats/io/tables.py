@@ -1,7 +1,7 @@
 """Tables in files, read block by block: safetensors, ``.npy``, Parquet and Arrow, in one file or in several.
 
 Methods and codecs ask a table for ``numerics.rows.Rows`` alone. Files of safetensors, ``.npy`` and Arrow are mapped
-into memory, so that pages that nobody reads take none. Parquet is decompressed, one group of rows at a time.
+into memory, so that pages that nobody reads take none. Parquet is decompressed, some thousand rows at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kflats.io.sources import is_coded_table
 from kflats.numerics.rows import Rows, TensorRows
 
 _ENDINGS = (".safetensors", ".npy", ".parquet", ".arrow", ".feather")
+_PIECE = 2**14  # rows of Parquet and Arrow files that are in memory at a time
 _FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -286,23 +287,31 @@ def _of_arrow(path: Path, name: str) -> Rows:
     arrow: Any = needed("pyarrow", "kflats[tables]", f"a table in {path.suffix}")
     try:
         if path.suffix == ".parquet":
-            file: Any = needed("pyarrow.parquet", "kflats[tables]", "a Parquet file").ParquetFile(path, memory_map=True)
+            parquet: Any = needed("pyarrow.parquet", "kflats[tables]", "a Parquet file")
+            file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
             counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             column = _column(arrow, path, file.schema_arrow, name)
-            return _ArrowRows(
-                path, lambda i: file.read_row_group(i, columns=[column]).column(0).combine_chunks(), column, counts
-            )
+
+            def decompressed(group: int) -> Iterator[Any]:
+                read = file.iter_batches(_PIECE, row_groups=[group], columns=[column])
+                return (batch.column(0) for batch in read)
+
+            return _ArrowRows(path, decompressed, column, counts)
         ipc: Any = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file")
         try:
             file = ipc.open_file(arrow.memory_map(os.fspath(path)))
+            schema, count, batch_of = file.schema, file.num_record_batches, file.get_batch
         except arrow.ArrowInvalid:  # the form without an index at its end, in which datasets are kept
             with ipc.open_stream(arrow.memory_map(os.fspath(path))) as stream:
                 batches, schema = list(stream), stream.schema  # mapped, unless their numbers are compressed
-            column = _column(arrow, path, schema, name)
-            return _ArrowRows(path, lambda i: batches[i].column(column), column, [batch.num_rows for batch in batches])
-        counts = [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
-        column = _column(arrow, path, file.schema, name)
-        return _ArrowRows(path, lambda i: file.get_batch(i).column(column), column, counts)
+            count, batch_of = len(batches), batches.__getitem__
+        column = _column(arrow, path, schema, name)
+
+        def mapped(group: int) -> Iterator[Any]:
+            whole = batch_of(group).column(column)
+            return (whole.slice(start, _PIECE) for start in range(0, len(whole), _PIECE))
+
+        return _ArrowRows(path, mapped, column, [batch_of(i).num_rows for i in range(count)])
     except (arrow.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 
@@ -314,48 +323,67 @@ def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
 
 
 class _ArrowRows:
-    """A column of lists of floats; ``counts`` of rows in each of its groups, which are ``read`` one at a time."""
+    """A column of lists of floats; ``counts`` of rows in each of its groups, whose rows ``read`` gives piece by piece.
+
+    The piece that was read last is kept: rows are mostly asked for in their order.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path, read: Callable[[int], Any], column: str, counts: list[int]) -> None:
+    def __init__(self, path: Path, read: Callable[[int], Iterator[Any]], column: str, counts: list[int]) -> None:
         self._path, self._read, self._column = path, read, column
         self._firsts = [0, *accumulate(counts)]
-        self._held: tuple[int, Tensor] | None = None  # the group that was read last: rows are asked for in their order
         if not self._firsts[-1]:
             raise KflatsError(f"{path} holds no rows", hint="a table of one row at least")
-        first = self._group(next(i for i, count in enumerate(counts) if count))
-        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self.shape = (self._firsts[-1], first.shape[1])
+        self._width: int | None = None
+        self._group = next(i for i, count in enumerate(counts) if count)
+        self._pieces = self._pieces_of(self._group)
+        self._held = next(self._pieces)
+        self.dtype = torch.float64 if self._held[1].dtype == torch.float64 else torch.float32
+        self.shape = (self._firsts[-1], self._held[1].shape[1])
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Blocks of ``size`` rows, also across groups."""
-        groups = (self._checked(number) for number in range(len(self._firsts) - 1))
-        return _regrouped((block.to(self.dtype) for group in groups for block in group.split(size)), size)
+        pieces = (piece for group in range(len(self._firsts) - 1) for _, piece in self._pieces_of(group))
+        return _regrouped((block.to(self.dtype) for piece in pieces for block in piece.split(size)), size)
 
     def take(self, index: Tensor) -> Tensor:
         """The rows at ``index``, in that order."""
         rows = torch.empty(len(index), self.shape[1], dtype=self.dtype)
-        for number, mine in _by_part(index, self._firsts):
-            rows[mine] = self._checked(number)[index[mine] - self._firsts[number]].to(self.dtype)
+        for group, mine in _by_part(index, self._firsts):
+            wanted, order = (index[mine] - self._firsts[group]).sort()
+            done = 0
+            while done < len(wanted):
+                first, piece = self._piece_with(group, int(wanted[done]))
+                end = int(torch.searchsorted(wanted, first + len(piece)))
+                rows[mine[order[done:end]]] = piece[wanted[done:end] - first].to(self.dtype)
+                done = end
         return rows
 
-    def _checked(self, number: int) -> Tensor:
-        if self._held is not None and self._held[0] == number:
-            return self._held[1]
-        self._held = None  # one group at a time
-        group = self._group(number)
-        if len(group) and group.shape[1] != self.shape[1]:
-            raise KflatsError(
-                f"{self._path}: lists of {group.shape[1]} numbers after lists of {self.shape[1]}",
-                hint="lists of one length",
-            )
-        self._held = number, group
-        return group
+    def _piece_with(self, group: int, row: int) -> tuple[int, Tensor]:
+        """The piece that holds a row of a group, and its first row."""
+        if self._group != group or row < self._held[0]:
+            self._group, self._pieces = group, self._pieces_of(group)
+            self._held = next(self._pieces)
+        while row >= self._held[0] + len(self._held[1]):
+            self._held = next(self._pieces)
+        return self._held
 
-    def _group(self, number: int) -> Tensor:
-        """(rows, d) in the type of the file."""
-        column = self._read(number)
+    def _pieces_of(self, group: int) -> Iterator[tuple[int, Tensor]]:
+        """The pieces of a group, each with its first row: (rows, d), in the type of the file."""
+        count, first = self._firsts[group + 1] - self._firsts[group], 0
+        columns = self._read(group)
+        while first < count:
+            try:
+                column = next(columns)
+            except (ValueError, OSError, StopIteration) as error:  # those of pyarrow are one or the other
+                raise _unreadable(self._path, error) from error
+            piece = self._numbers(column)
+            if len(piece):
+                yield first, piece
+            first += len(piece)
+
+    def _numbers(self, column: Any) -> Tensor:
         values = column.flatten()
         if column.null_count or values.null_count:
             raise KflatsError(f"{self._path}: missing values in {self._column!r}", hint="a number in every place")
@@ -363,6 +391,11 @@ class _ArrowRows:
         lengths = column.value_lengths() if hasattr(column, "value_lengths") else None
         if lengths is not None and len(column) and (lengths.to_numpy(zero_copy_only=False) != width).any():
             raise KflatsError(f"{self._path}: lists of several lengths in {self._column!r}", hint="lists of one length")
+        if len(column) and self._width not in (None, width):
+            raise KflatsError(
+                f"{self._path}: lists of {width} numbers after lists of {self._width}", hint="lists of one length"
+            )
+        self._width = width if len(column) else self._width
         return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False))).view(len(column), width)
 
 

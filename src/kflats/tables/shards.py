@@ -19,10 +19,10 @@ from typing import Self, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.hashing import crc32
+from kflats.io.mapped import mapped_tensors
 from kflats.numerics.coding.lanes import Bytes, Ints
 
 PIECE = 2**13
@@ -130,11 +130,10 @@ class Shard:
         try:
             if (size := os.stat(path).st_size) != record.bytes:
                 raise self.damaged(f"it has {size:,} bytes in place of {record.bytes:,}")
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            tensors = mapped_tensors(path)
         except FileNotFoundError as error:
             raise missing(path) from error
-        except (SafetensorError, OSError) as error:
+        except (KflatsError, OSError) as error:
             raise self.damaged(first_line(error)) from error
         if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():
             raise self.damaged("other arrays than a shard has")
