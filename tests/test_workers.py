@@ -352,18 +352,34 @@ def workers_of(process: subprocess.Popen[str]) -> Iterator[int]:
     return map(int, children.read_text().split()) if children.exists() else iter(())
 
 
+def begun(process: subprocess.Popen[str]) -> list[int]:
+    """Both workers, once they are there."""
+    while len(found := list(workers_of(process))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def seconds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """How long two workers take."""
+    process = compressed(tiny_folder, tmp_path_factory.mktemp("timed") / "small", 2)
+    begun(process)
+    since = time.monotonic()
+    ended(process)
+    return time.monotonic() - since
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("seed", range(30))
 def test_a_killed_worker_ends_the_run_and_the_same_command_resumes(
-    seed: int, alone: bytes, tiny_folder: Path, tmp_path: Path
+    seed: int, alone: bytes, seconds: float, tiny_folder: Path, tmp_path: Path
 ) -> None:
     out, shuffled = tmp_path / "small", random.Random(seed)
     process = compressed(tiny_folder, out, 2)
-    while len(found := list(workers_of(process))) < 2:
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(shuffled.uniform(0, 12))
+    found = begun(process)
+    time.sleep(shuffled.uniform(0, 0.95 * seconds))
     with suppress(ProcessLookupError):  # the worker may have left already, its work done
         os.kill(shuffled.choice(found), signal.SIGKILL)
     message = ended(process)
@@ -405,9 +421,7 @@ def test_an_error_of_one_worker_is_all_that_is_said(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
 def test_a_stopped_worker_ends_the_run_with_a_message(tiny_folder: Path, tmp_path: Path) -> None:
     process = compressed(tiny_folder, tmp_path / "small", 2)
-    while len(found := list(workers_of(process))) < 2:
-        assert process.poll() is None
-        time.sleep(0.05)
+    found = begun(process)
     beside = tmp_path / ".small.kflats-new"
     while not beside.exists():
         assert process.poll() is None

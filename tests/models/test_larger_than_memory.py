@@ -276,6 +276,35 @@ def test_inputs_alone_need_no_backward_pass(tmp_path: Path) -> None:
     assert_same_statistics(whole, measured_in_little_memory(model, weights, batches(model), needs, tmp_path))
 
 
+def mixture_of_experts() -> Any:
+    decoder = ARCHITECTURES["llama"].settings | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    config = transformers.Qwen3MoeConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **decoder)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["without data", "measured layer by layer"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow), "experts"])
+def test_a_folder_has_the_bytes_of_the_same_model_in_memory(
+    name: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From mapped weights with little memory for sums, and all at once."""
+    made = mixture_of_experts() if name == "experts" else ARCHITECTURES[name].make(True)
+    made.save_pretrained(tmp_path / "model")
+    data: dict[str, Any] = {"calibration": batches(made)} if measured else {}
+    plan = pipeline.plan_folder(tmp_path / "model", keep="40%", weights=("all",), quiet=True, **data)
+    model = load_model(tmp_path / "model")
+    kflats.compress_(model, plan, quiet=True, **data)
+    model.save_pretrained(tmp_path / "memory")
+    monkeypatch.setattr(collect, "_least_room", lambda workers: 1)  # each weight is measured alone
+    compress_folder(tmp_path / "model", tmp_path / "folder", plan=plan, proof=False, quiet=True, **data)
+    first, second = (tmp_path / place / "model.safetensors" for place in ("memory", "folder"))
+    assert first.read_bytes() == second.read_bytes()
+
+
 class Skipping(nn.Module):
     """Reads the output of the first layer at the end, too: no chain."""
 

@@ -35,7 +35,7 @@ from kflats.evaluation.running import encode as vectors_of
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx
 from kflats.importance import TokenCounts
-from kflats.io.saving import load_model, stamp_
+from kflats.io.saving import load_model, save_model, stamp_
 from kflats.io.sources import STATIC_MODULE, weight_files, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix
 from kflats.matrices.coded import from_integers
@@ -133,6 +133,16 @@ def test_a_loaded_model_saves_itself_again(pair: tuple[Path, Path], tmp_path: Pa
     first, again = (load_file(weight_files(folder)[0]) for folder in (pair[1], tmp_path / "again"))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_folder_has_the_bytes_of_the_same_model_in_memory(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plan = plan_folder(pair[0], keep="30%", quiet=True)
+    kflats.compress_folder(pair[0], tmp_path / "folder", plan=plan, proof=False, quiet=True)
+    model = load_model(pair[0])
+    kflats.compress_(model, plan, tokenizer=load_tokenizer(pair[0]), quiet=True)
+    save_model(model, tmp_path / "memory")
+    whole = [(weights_folder(tmp_path / name) / "model.safetensors").read_bytes() for name in ("folder", "memory")]
+    assert whole[0] == whole[1]
 
 
 def test_copies_of_a_half_opened_model_are_whole(pair: tuple[Path, Path]) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # it imports torch, which refusals of arguments do without
 MANIFEST = "kflats_manifest.json"
 _FORMAT, _VERSION = "kflats-manifest", 1
 _PRIVATE = 0o600
+_KEPT = ("partial", "recovery")  # by runs that may be interrupted
 _SHOWN = 5  # names of files in one message
 _PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 _PLAIN |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -144,7 +145,7 @@ def check_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequ
         KflatsError: as ``new_folder``.
     """
     goal = _goal(out, sources)
-    if not beside(goal, "old").exists():  # else ``new_folder`` first puts things in order
+    if not (beside(goal, "old").exists() or beside(goal, "done").exists()):  # else ``new_folder`` puts things in order
         _check_free(goal, force)
     _check_place(goal)
 
@@ -206,18 +207,18 @@ def new_folder(
             _write(aside, {name: _entry(path) for name, path in _files(aside).items()})
             _make_durable(aside)
             _check_free(out, force)
+            _set_aside(out)
             _put_in_place(aside, out)
         finally:
+            _drop_set_aside(out)
             shutil.rmtree(aside, ignore_errors=True)
-        for kind in ("partial", "recovery"):
-            shutil.rmtree(beside(out, kind), ignore_errors=True)
 
 
 def beside(out: Path, kind: str) -> Path:
     """The hidden path next to ``out`` for files that a run keeps until it is finished.
 
     ``kind`` is "new" (the unfinished folder), "old" (the one that is being replaced), "lock", "partial" (finished
-    weights) or "recovery" (checkpoints of a training).
+    weights), "recovery" (checkpoints of a training) or "done" (the last two, once the new folder needs them no more).
 
     >>> beside(Path("models/small"), "partial").name
     '.small.kflats-partial'
@@ -300,7 +301,26 @@ def _recover(out: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(out)
+    _drop_set_aside(out)
     shutil.rmtree(beside(out, "new"), ignore_errors=True)
+
+
+def _set_aside(out: Path) -> None:
+    """Move what an interrupted run would need into a folder of its own: with the new folder in place it is waste."""
+    found = [path for path in (beside(out, kind) for kind in _KEPT) if path.exists()]
+    if found:
+        beside(out, "done").mkdir(exist_ok=True)
+        for path in found:
+            path.rename(beside(out, "done") / path.name)
+
+
+def _drop_set_aside(out: Path) -> None:
+    """Remove what was set aside; put it back where the new folder did not get its place."""
+    done = beside(out, "done")
+    if beside(out, "new").exists() and done.exists():
+        for path in done.iterdir():
+            path.rename(done.parent / path.name)
+    shutil.rmtree(done, ignore_errors=True)
 
 
 def _check_free(out: Path, force: bool) -> None:

@@ -104,8 +104,8 @@ def compress_table(
         workers: who divide all passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
             ``source``, or a copy of it. The bytes do not depend on how many they are.
 
-    Memory is that of a block of 16384 rows, a sample of 32768, five times k x d x d numbers, and a group of rows of a
-    Parquet file; time is linear in the rows. Workers encode different files: fewer files than workers leave some idle.
+    Memory is that of a block of 16384 rows, a sample of 32768, and five times k x d x d numbers; time is linear in the
+    rows. Workers encode different files: fewer files than workers leave some idle.
     The folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
     beside ``out``: the same command repeats the passes before, and takes over those whose bytes are as they were.
 
