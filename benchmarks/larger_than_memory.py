@@ -7,6 +7,7 @@ half as many layers show whether the time of a weight depends on how many there 
 "measured" has 16 texts of 120 words drawn by Zipf's law: inputs and gradients, layer by layer, activations on disk.
 "wide" has the same texts, measures inputs alone, and stores integers with feedback. A matrix in each of its two layers
 has 12,288 inputs; their Gram matrix takes 1.2 GB.
+"each" has a table of 33 M numbers beside two layers, and every method and every codec in turn, without data.
 "private memory" is the most of the pages that belong to the process alone (RssAnon), sampled. "allowed" is the largest
 weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
 
@@ -17,6 +18,7 @@ three are in it stands under the table.
     python benchmarks/larger_than_memory.py --write benchmarks/results/larger_than_memory.md
     python benchmarks/larger_than_memory.py --measured 1 --write benchmarks/results/larger_than_memory_measured.md
     python benchmarks/larger_than_memory.py --wide 1 --write benchmarks/results/larger_than_memory_wide.md
+    python benchmarks/larger_than_memory.py --each 1 --write benchmarks/results/larger_than_memory_each.md
     python benchmarks/larger_than_memory.py --quick 1         # small folders
 """
 
@@ -39,6 +41,23 @@ from _common import arguments, publish, table
 from safetensors.torch import save_file
 
 _SHARD = 4  # layers in a file
+_DENSE = ("--method", "keep-dense", "--codec")
+_ALIKE = ("--importance", "uniform")
+EACH = {
+    "SVD": ("--method", "svd"),
+    "flats": ("--method", "flats", "--flats", "3"),
+    "MESSI": ("--method", "messi", "--flats", "3", "--restarts", "2"),
+    "k-means, an SVD in each cluster": ("--method", "kmeans-svd", "--flats", "3"),
+    "lp low rank": ("--method", "robust-svd"),
+    "l1 fit": ("--method", "entrywise"),
+    "subspace by distances": ("--method", "subspace"),
+    "8 bits": (*_DENSE, "int8"),
+    "4 bits": (*_DENSE, "int4 64"),
+    "SVD, coded": ("--method", "svd", "--codec", "transform"),
+    "feedback": (*_DENSE, "feedback"),
+    "the way chosen for each weight": ("--method", "auto"),
+}
+"""Each method and codec, and what asks for it."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,7 @@ def imported_too(python: str) -> str:
 
 
 def main() -> None:
-    options = arguments(__doc__, quick=0, measured=0, wide=0, python=sys.executable)
+    options = arguments(__doc__, quick=0, measured=0, wide=0, each=0, python=sys.executable)
     small = bool(options.quick)
     plain = Shape(4, 256, 704, 2000) if small else Shape(36, 2560, 6912, 32000)
     half = Shape(plain.layers // 2, plain.hidden, plain.inner, plain.vocabulary)
@@ -185,6 +204,9 @@ def main() -> None:
             ("feedback, measured, wide", broad, calibrated, 2_000_000_000),
             ("feedback, measured, wide", broad, calibrated, None),
         ]
+    if options.each:
+        shape = Shape(2, 64, 176, 4000) if small else Shape(2, 512, 1408, 64000)
+        cases = [(what, shape, ["--size", "60%" if "int8" in how else "30%", "--weights", "all", *how, *_ALIKE], None) for what, how in EACH.items()]
     lines: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as place:
         sources: dict[Shape, tuple[Path, int]] = {}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kflats_toys import SketchedSVD
 from table import METHODS, each_method
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
@@ -55,6 +56,29 @@ def table(kind, n, d, seed):
     if kind == "wild norms":
         return a * torch.logspace(-3, 3, n)[:, None]
     return a
+
+
+class Largest(TorchDispatchMode):
+    """``numbers``: of the largest tensor that an operation returns inside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
+        return made
+
+
+@EVERY
+@pytest.mark.parametrize("weighted", [False, True])
+def test_of_few_rows_no_matrix_of_all_pairs_of_columns_is_made(method, weighted):
+    """A layer of 4,096 inputs and 128,000 outputs would need 131 GB for one."""
+    n, d = 24, 900
+    with Largest() as largest:
+        solve(method, table("gauss", n, d, 0), 4 * 9 * d, weights=torch.rand(n) + 0.1 if weighted else None)
+    assert largest.numbers <= 12 * n * d < d * d / 3
 
 
 def solve(method, a, nbytes, *, weights=None, seed=0, itemsize=4, **options):

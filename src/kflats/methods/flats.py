@@ -17,7 +17,7 @@ from kflats.methods.matrix_error import Distances, Norm
 from kflats.methods.protocol import ClusterMethod, Factored, Problem, refuse_bytes
 from kflats.numerics.fit import Seeds, fit_flats
 from kflats.numerics.flats import FlatsFit, Stopping, fill
-from kflats.numerics.gram import cluster_grams, least_squares, top_eigenvectors
+from kflats.numerics.gram import WideRows, cluster_grams, least_squares, top_eigenvectors
 from kflats.numerics.loss import Loss, Squared, check_loss
 from kflats.numerics.nested import NestedFit, fit_nested
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, TensorRows, check_steps
@@ -328,10 +328,12 @@ def spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
         ranks = list(fill(spectra, costs, numbers).ranks)
     if all(rank <= len(fit.bases[c]) for rank, c in zip(ranks, used, strict=True)):
         return fit
-    grams = cluster_grams(rows, fit.labels, k, problem.row_weights)
+    wide = WideRows.of(rows) if n < d else None
+    grams = cluster_grams(rows if wide is None else wide.inside, fit.labels, k, problem.row_weights)
     bases = list(fit.bases)
     for rank, c in zip(ranks, used, strict=True):
-        bases[c] = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)
+        basis = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)
+        bases[c] = basis if wide is None else wide.lifted(basis)
     error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
     history = fit.objective + ((error,) if error < fit.error else ())
     return replace(fit, bases=tuple(bases), objective=history)

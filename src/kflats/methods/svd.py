@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from kflats.methods.flats import from_flats, spent, too_few
 from kflats.methods.protocol import ClusterMethod, Factored, Method, PairMethod, Problem
 from kflats.numerics.fit import kmeans
 from kflats.numerics.flats import FlatsFit, WeightedRows, squared_norms
-from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.gram import WideRows, cluster_grams, top_eigenvectors
 from kflats.numerics.interpolative import interpolate
 from kflats.numerics.svd import truncated_svd
 
@@ -120,9 +120,14 @@ class KMeansSVD(ClusterMethod):
         rank = min(problem.values(k) // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)
-        cloud = WeightedRows(rows, squared_norms(rows), problem.row_weights)
+        wide = WideRows.of(rows) if n < d else None
+        inside = rows if wide is None else wide.inside
+        cloud = WeightedRows(inside, squared_norms(inside), problem.row_weights)
         fits = [_clustered(cloud, k, rank, start.seed) for start in problem.starts(self.restarts)]
-        fit = spent(problem, min(fits, key=lambda fit: fit.error), uniform=True)
+        fit = min(fits, key=lambda fit: fit.error)
+        if wide is not None:
+            fit = replace(fit, bases=tuple(map(wide.lifted, fit.bases)))
+        fit = spent(problem, fit, uniform=True)
         return Factored(from_flats(rows, fit), fit.objective)
 
 

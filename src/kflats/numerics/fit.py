@@ -34,6 +34,7 @@ from kflats.numerics.flats import (
     em,
     weighted_rows,
 )
+from kflats.numerics.gram import WideRows
 from kflats.numerics.loss import Loss, Squared, check_loss
 from kflats.numerics.robust_em import distances_of, reweighted, robust_em, total_loss, true_loss
 from kflats.numerics.rows import (
@@ -90,7 +91,7 @@ def draw_sample(cloud: WeightedRows, size: int, generator: torch.Generator, loss
     stands_for *= (1 - 1e-6) * len(chance) / stands_for.sum()
     weights = None if cloud.weights is None else cloud.weights[taken]
     rows = TensorRows(cloud.rows.take(taken))
-    return WeightedRows(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype))
+    return WeightedRows(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype), cloud.stored)
 
 
 def random_partition(cloud: WeightedRows, k: int, generator: torch.Generator) -> Tensor:
@@ -278,7 +279,7 @@ def start_filled(
     few numbers.
     """
     part = draw_sample(cloud, FILL_SAMPLE, generator, loss)
-    seen, least = part.seen_by(loss), cloud.rows.shape[0] + shape.k * cloud.rows.shape[1]
+    seen, least = part.seen_by(loss), cloud.rows.shape[0] + shape.k * cloud.width
     if start == "random":
         labels = random_partition(seen, shape.k, generator)
     else:
@@ -368,14 +369,26 @@ def fit_flats(
     check_loss(error)
     if rank is not None:
         check_rank(rank, d)
-    cloud, scale = weighted_rows(rows, weights)
+    shape, wide = RankSpec(k, rank, budget, exact), WideRows.of(rows) if n < d else None
+    if wide is not None and rank is not None:
+        shape = replace(shape, rank=min(rank, n))
+    cloud, scale = weighted_rows(rows if wide is None else wide.inside, weights, d)
     if not error.is_squared:
         check_spread(cloud.norms2.to(torch.float64), cloud.weights, _SPREAD)
-    shape = RankSpec(k, rank, budget, exact)
+    best = fit_cloud(cloud, shape, error, start, stop, seed)
+    objective = tuple(scale * value for value in best.objective)
+    bases = best.bases if wide is None else tuple(map(wide.lifted, best.bases))
+    return replace(
+        best, bases=bases, objective=objective, spectra=scale * best.spectra, multiplier=scale * best.multiplier
+    )
+
+
+def fit_cloud(cloud: WeightedRows, shape: RankSpec, error: Loss, start: Seeds, stop: Stopping, seed: int) -> FlatsFit:
+    """``fit_flats`` of rows that are checked, in their own coordinates and at their own weights."""
 
     def fit(cloud: WeightedRows, loss: Loss) -> FlatsFit:
         generator = torch.Generator().manual_seed(seed)
-        if rank is None:
+        if shape.rank is None:
             begin = start_filled(cloud, shape, loss, start, generator, stop)
         else:
             begin = start_uniform(cloud, shape, loss, start, generator, stop)
@@ -387,7 +400,7 @@ def fit_flats(
         loss = _resolved(loss, cloud, best)
         alike = fit(_by_direction(cloud), _SQUARED)
         starts = [Start(best.labels, best.bases, multiplier=best.multiplier), Start(alike.labels, alike.bases)]
-        if rank is not None:
+        if shape.rank is not None:
             starts = [min(starts, key=lambda begin: _reached(loss, cloud, begin))]
         elif not _within_reach(loss, cloud, starts[1]):
             starts = starts[:1]
@@ -396,8 +409,7 @@ def fit_flats(
     if not best.loss.is_squared:
         reached = true_loss(best.loss, cloud, best.bases, best.labels)
         best = replace(best, objective=(*(value for value in best.objective[:-1] if value > reached), reached))
-    objective = tuple(scale * value for value in best.objective)
-    return replace(best, objective=objective, spectra=scale * best.spectra, multiplier=scale * best.multiplier)
+    return best
 
 
 def _by_direction(cloud: WeightedRows) -> WeightedRows:

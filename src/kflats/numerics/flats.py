@@ -85,9 +85,10 @@ def assign(
         loss: rho of a distance. It changes the choice where there is a multiplier, and the objective always.
         before: (n,) labels for ``stayed``.
     """
-    rows, (n, d), k = cloud.rows, cloud.rows.shape, len(bases)
-    measure = _Measure(bases, d, rows.dtype)
-    ranks = torch.tensor([len(b) for b in bases] + [d] * exact, dtype=rows.dtype, device=rows.device)
+    rows, n, k = cloud.rows, cloud.rows.shape[0], len(bases)
+    measure = _Measure(bases, rows.shape[1], rows.dtype)
+    kept = [cloud.width] if exact else []
+    ranks = torch.tensor([len(b) for b in bases] + kept, dtype=rows.dtype, device=rows.device)
     labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
     dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
     margin = torch.empty(n, dtype=rows.dtype, device=rows.device) if margins else None
@@ -267,12 +268,19 @@ class Start:
 @dataclass(frozen=True)
 class WeightedRows:
     """Rows with their weights w (n,) and squared norms (n,). In a sample, ``multiplicity`` (n,) says how many rows of
-    the matrix each row stands for."""
+    the matrix each row stands for. ``stored``: numbers of a row of the matrix, where ``rows`` are coordinates of it;
+    0: as many as columns."""
 
     rows: Rows
     norms2: Tensor
     weights: Tensor | None = None
     multiplicity: Tensor | None = None
+    stored: int = 0
+
+    @property
+    def width(self) -> int:
+        """Numbers that a whole row, or a direction of a flat, takes."""
+        return self.stored or self.rows.shape[1]
 
     @property
     def mass(self) -> Tensor | None:
@@ -295,7 +303,7 @@ class WeightedRows:
 
     def bare(self, index: Tensor) -> WeightedRows:
         """The rows at ``index``, without weights."""
-        return WeightedRows(PartOfRows(self.rows, index), self.norms2[index])
+        return WeightedRows(PartOfRows(self.rows, index), self.norms2[index], stored=self.stored)
 
     def counts(self, labels: Tensor, k: int) -> Tensor:
         """Rows (with multiplicity) of each of k clusters, rounded down: their sum never exceeds all rows."""
@@ -305,8 +313,8 @@ class WeightedRows:
         return torch.bincount(labels.to(torch.int64), weights=mass, minlength=k).to(torch.int64)
 
 
-def weighted_rows(rows: Rows, weights: Tensor | None) -> tuple[WeightedRows, float]:
-    """The rows with weights (n,) divided by their mean, and that mean.
+def weighted_rows(rows: Rows, weights: Tensor | None, stored: int = 0) -> tuple[WeightedRows, float]:
+    """The rows with weights (n,) divided by their mean, and that mean. ``stored``: as ``WeightedRows``.
 
     The scale of w must not matter, because errors and the Lagrange multiplier are compared in float32.
     """
@@ -314,7 +322,7 @@ def weighted_rows(rows: Rows, weights: Tensor | None) -> tuple[WeightedRows, flo
     if weights is not None:
         scale = float(weights.sum(dtype=torch.float64)) / rows.shape[0]
         weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
-    return WeightedRows(rows, squared_norms(rows), weights), scale
+    return WeightedRows(rows, squared_norms(rows), weights, stored=stored), scale
 
 
 @dataclass(frozen=True)
@@ -457,11 +465,11 @@ def _em_filled(cloud: WeightedRows, shape: RankSpec, labels: Tensor, stop: Stopp
 
 def filled_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tensor, loss: Loss = _SQUARED) -> FlatsFit:
     """The exact M-step: eigenvectors of the clusters' Grams, and the ranks that fill the budget."""
-    k, (n, d) = shape.k, cloud.rows.shape
+    k, n, width = shape.k, cloud.rows.shape[0], cloud.width
     counts = cloud.counts(labels, k + 1)
     solved = [axes_of_few(gram, n) for gram in grams]
     spectra = torch.stack([values for values, _ in solved])
-    filling = fill(spectra, counts[:k] + d, (shape.budget or 0) - int(counts[k]) * d)
+    filling = fill(spectra, counts[:k] + width, (shape.budget or 0) - int(counts[k]) * width)
     bases = tuple(v[:r].to(cloud.rows.dtype) for (_, v), r in zip(solved, filling.ranks, strict=True))
     error = float(sum(spectra[c, r:].sum() for c, r in enumerate(filling.ranks)))
     return FlatsFit(labels, bases, spectra, (error,), False, filling.multiplier, loss=loss)
@@ -469,9 +477,8 @@ def filled_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tens
 
 def affordable(cloud: WeightedRows, labels: Tensor, groups: int, k: int, budget: int | None) -> bool:
     """Whether the rows kept exactly (label ``groups``) leave enough of the budget for rank 1 in each of k flats."""
-    d = cloud.rows.shape[1]
     counts = cloud.counts(labels, groups + 1)
-    return int(counts[groups]) * d + int(counts[:groups].sum()) + k * d <= (budget or 0)
+    return int(counts[groups] + k) * cloud.width + int(counts[:groups].sum()) <= (budget or 0)
 
 
 def update_grams(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ Where rows differ in length by many powers of ten, G may show a lower rank than 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -201,6 +202,7 @@ directions without energy. They would spoil the leading axes: an SVD is as exact
 reciprocal."""
 
 _PANEL = 128  # columns of a Gram at once: wide enough for a fast product
+_PANEL_NUMBERS = 2**22  # of rows that are read at once where a row is long
 
 
 def row_lengths(rows: Rows) -> Tensor:
@@ -223,6 +225,52 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
     if bool(kept.all()) or not bool(lengths.any()):
         return TensorRows(t.T.contiguous()), q.T
     return TensorRows(t.T @ turn[kept].T), turn[kept] @ q.T
+
+
+@dataclass(frozen=True)
+class WideRows:
+    """A matrix A (n, d) of fewer rows than columns, and its rows in coordinates of their own space:
+
+        A = C K,    C = D^-1 U diag(l)^1/2  (n, n),    K = diag(l)^-1/2 U' D A,    D A A' D = U diag(l) U'
+
+    D divides rows by their lengths, so that short ones keep their digits. A row is as far from a flat V (j, n) of C as
+    from the flat V K of A: k flats are found among n numbers a row in place of d.
+    """
+
+    source: Rows
+    inside: Rows
+    turn: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows) -> WideRows:
+        """n^2 d operations; the rows are held once, and three n x n matrices in float64."""
+        n, d = rows.shape
+        lengths = row_lengths(rows)
+        inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
+        whole = rows.take(torch.arange(n, device=rows.device))
+        total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
+        for part in torch.arange(d, device=rows.device).split(_PANEL):
+            wide = whole[:, part].to(torch.float64) * inverse.unsqueeze(1)
+            total += wide @ wide.T
+        del whole
+        values, vectors = torch.linalg.eigh(total)
+        values, vectors = values.flip(0).clamp_min(0.0), vectors.flip(1)
+        counts = values > RANK_FLOOR * values[0]
+        root = torch.where(counts, values, 0.0).sqrt()
+        turn = torch.where(counts, 1 / root, 0.0).unsqueeze(1) * vectors.T * inverse
+        return cls(rows, TensorRows((vectors * root * lengths.unsqueeze(1)).to(rows.dtype)), turn)
+
+    def lifted(self, basis: Tensor) -> Tensor:
+        """(j, d), orthonormal: the flat of A for an orthonormal ``basis`` (j, n) of a flat of C, in its order."""
+        weights = basis.to(torch.float64) @ self.turn
+        flat = torch.zeros(len(basis), self.source.shape[1], dtype=torch.float64, device=basis.device)
+        for here, block in slices(self.source, max(1, _PANEL_NUMBERS // self.source.shape[1])):
+            flat += weights[:, here] @ block.to(torch.float64)
+        # Directions without rows are completed, and the rounding of nearly empty ones is repaired.
+        q, r = torch.linalg.qr(flat.T)
+        signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
+        lifted: Tensor = (q * signs).T.to(basis.dtype).contiguous()
+        return lifted
 
 
 def scaled_gram(rows: Rows, factors: Tensor | None = None) -> Tensor:

@@ -36,29 +36,32 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import DoesNotFitError, KflatsError, is_whole
-from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_flats
-from kflats.numerics.flats import Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
-from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
+from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_cloud
+from kflats.numerics.flats import RankSpec, Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
+from kflats.numerics.gram import WideRows, cluster_grams, complement, top_eigenvectors
+from kflats.numerics.loss import Squared
 from kflats.numerics.rows import BLOCK, Rows, checked_rows, slices
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """``basis`` (d, d) orthonormal, of which the first ``ranks[-1]`` rows are stored; ``ranks`` rising."""
+    """``basis`` (min(n, d), d) orthonormal, of which the first ``ranks[-1]`` rows are stored; ``ranks`` rising."""
 
     basis: Tensor
     ranks: tuple[int, ...]
 
 
-def sweep(ordered: Ordered, grams: Tensor, counts: list[int], multiplier: float) -> Ordered:
+def sweep(ordered: Ordered, grams: Tensor, counts: list[int], multiplier: float, width: int | None = None) -> Ordered:
     """Divide every boundary anew, from the last to the first. The objective above never rises.
 
     Args:
         grams: (L, d, d), the Gram T_l of each rank group. counts: its number of rows n_l.
         multiplier: mu. Every group keeps at least the first coordinate.
+        width: numbers that a direction takes; None: d.
     """
     basis, ranks = ordered.basis.clone(), list(ordered.ranks)
     d, top = basis.shape[0], len(ranks) - 1
+    width = width or d
     for level in range(top, -1, -1):
         low = ranks[level - 1] if level else 0
         high = d if level == top else ranks[level + 1]
@@ -68,7 +71,7 @@ def sweep(ordered: Ordered, grams: Tensor, counts: list[int], multiplier: float)
         part = basis[low:high]
         values, vectors = torch.linalg.eigh(part @ grams[level].to(basis.dtype) @ part.T)
         basis[low:high] = vectors.flip(1).T @ part
-        cost = multiplier * (counts[level] + (d if level == top else 0))
+        cost = multiplier * (counts[level] + (width if level == top else 0))
         ranks[level] = max(low + int((values > cost).sum()), 1)
     return Ordered(basis, tuple(ranks))
 
@@ -88,7 +91,7 @@ class NestedFilling:
     multiplier: float
 
 
-def spend(energy: Tensor, counts: Tensor, budget: int) -> NestedFilling | None:
+def spend(energy: Tensor, counts: Tensor, budget: int, width: int | None = None) -> NestedFilling | None:
     """Ranks that keep the most energy with sum_cl n_cl r_cl + d sum_c r_cL <= budget.
 
     Bisection finds the multiplier at which the groups' best ranks just fit. The rest of the budget is spent one
@@ -96,6 +99,7 @@ def spend(energy: Tensor, counts: Tensor, budget: int) -> NestedFilling | None:
 
     Args:
         energy: (k, L, d), ``captured`` of each flat. counts: (k, L) rows.
+        width: numbers that a direction takes; None: d.
 
     Returns None if rank 1 everywhere exceeds the budget.
     """
@@ -105,7 +109,7 @@ def spend(energy: Tensor, counts: Tensor, budget: int) -> NestedFilling | None:
     # a flat without rows is not stored.
     order = torch.argsort((counts > 0).to(torch.int8), dim=1, stable=True)
     cost = counts.gather(1, order).to(torch.float64)
-    cost[:, -1] += d * (cost[:, -1] > 0)
+    cost[:, -1] += (width or d) * (cost[:, -1] > 0)
     kept = torch.nn.functional.pad(energy.to(torch.float64).cpu().cumsum(2), (1, 0))
     kept = kept.gather(1, order.unsqueeze(2).expand(-1, -1, d + 1))
     steps = torch.arange(d + 1, dtype=torch.float64)
@@ -232,10 +236,10 @@ def assign_nested(
     Returns labels (G, n), c * L + l, and the numbers (G,) that the rows store at each multiplier. Equal costs go to the
     lower label.
     """
-    rows, (n, d), per = cloud.rows, cloud.rows.shape, len(flats[0].ranks)
+    rows, n, per, width = cloud.rows, cloud.rows.shape[0], len(flats[0].ranks), cloud.width
     groups = len(flats) * per
     stacked = torch.cat([flat.basis[: flat.ranks[-1]] for flat in flats]).to(rows.dtype).T.contiguous()
-    ranks = torch.tensor([r for flat in flats for r in flat.ranks] + [d], dtype=rows.dtype, device=rows.device)
+    ranks = torch.tensor([r for flat in flats for r in flat.ranks] + [width], dtype=rows.dtype, device=rows.device)
     segments, first = [], 0
     for flat in flats:
         segments.append([(first + low, first + high) for low, high in pairwise([0, *flat.ranks])])
@@ -259,7 +263,7 @@ def assign_nested(
         for g, multiplier in enumerate(multipliers):
             best, chosen = torch.add(loss, ranks[:groups].unsqueeze(1), alpha=multiplier).min(dim=0)
             if exact:
-                chosen = torch.where(best > multiplier * d, groups, chosen)
+                chosen = torch.where(best > multiplier * width, groups, chosen)
             labels[g, here] = chosen
             stored = ranks[chosen]
             if cloud.multiplicity is not None:
@@ -347,7 +351,7 @@ def _within(
     """
     multipliers = [multiplier * spread ** (g / 4) for g in range(-4, 5)]
     choices, used = assign_nested(cloud, flats, multipliers, exact=exact)
-    left = budget - cloud.rows.shape[1] * sum(flat.ranks[-1] for flat in flats)
+    left = budget - cloud.width * sum(flat.ranks[-1] for flat in flats)
     over = int((used > left).sum())
     pick = min(over, len(multipliers) - 1)
     return choices[pick], multipliers[pick], 0 < over < len(multipliers)
@@ -365,14 +369,14 @@ def _maximise(
     """The M-step: order and ranks at the multiplier ``multiplier``, then the ranks that just fit the budget."""
     k, levels, d = len(flats), len(flats[0].ranks), cloud.rows.shape[1]
     counts = cloud.counts(labels, k * levels + 1).cpu()
-    table, kept_exactly = counts[:-1].view(k, levels), d * int(counts[-1])
+    table, kept_exactly = counts[:-1].view(k, levels), cloud.width * int(counts[-1])
     parts = grams.view(k, levels, d, d)
     ordered = list(flats)
     for c in range(k):
         for _ in range(sweeps):
-            ordered[c] = sweep(turn(ordered[c], parts[c]), parts[c], table[c].tolist(), multiplier)
+            ordered[c] = sweep(turn(ordered[c], parts[c]), parts[c], table[c].tolist(), multiplier, cloud.width)
     energy = torch.stack([captured(flat, part) for flat, part in zip(ordered, parts, strict=True)])
-    filling = spend(energy, table, budget - kept_exactly)
+    filling = spend(energy, table, budget - kept_exactly, cloud.width)
     if filling is None:
         raise DoesNotFitError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank 1", hint="a larger budget, or fewer flats"
@@ -456,8 +460,10 @@ def fit_nested(
             f"{k} flats of {levels} levels in a budget of {budget} numbers are not supported",
             hint="whole numbers from 1 on, and at most 32766 for k * levels",
         )
-    cloud, scale = weighted_rows(rows, weights)
-    first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, stop=Stopping(1e-2), seed=seed)
+    wide = WideRows.of(rows) if rows.shape[0] < d else None
+    cloud, scale = weighted_rows(rows if wide is None else wide.inside, weights, d)
+    d = cloud.rows.shape[1]
+    first = fit_cloud(cloud, RankSpec(k, budget=budget), Squared(), start, Stopping(1e-2), seed)
     part = draw_sample(cloud, FILL_SAMPLE, torch.Generator().manual_seed(seed))
     labels = assign(part, first.bases, multiplier=first.multiplier).labels.to(torch.int64)
     grams = cluster_grams(part.rows, labels, k, part.mass)
@@ -471,6 +477,8 @@ def fit_nested(
     if part is cloud and best.error < fit.error:
         fit = replace(best, converged=fit.converged)
     fit = settle(cloud, fit, budget)
+    if wide is not None:
+        fit = replace(fit, flats=tuple(replace(flat, basis=wide.lifted(flat.basis)) for flat in fit.flats))
     return replace(fit, objective=tuple(scale * value for value in fit.objective), multiplier=scale * fit.multiplier)
 
 
