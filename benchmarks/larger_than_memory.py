@@ -206,7 +206,11 @@ def main() -> None:
         ]
     if options.each:
         shape = Shape(2, 64, 176, 4000) if small else Shape(2, 512, 1408, 64000)
-        cases = [(what, shape, ["--size", "60%" if "int8" in how else "30%", "--weights", "all", *how, *_ALIKE], None) for what, how in EACH.items()]
+        sizes = {what: "60%" if "int8" in how else "30%" for what, how in EACH.items()}
+        cases = [
+            (what, shape, ["--size", sizes[what], "--weights", "all", *how, *_ALIKE], None)
+            for what, how in EACH.items()
+        ]
     lines: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as place:
         sources: dict[Shape, tuple[Path, int]] = {}
