@@ -49,13 +49,13 @@ EACH = {
     "MESSI": ("--method", "messi", "--flats", "3", "--restarts", "2"),
     "k-means, an SVD in each cluster": ("--method", "kmeans-svd", "--flats", "3"),
     "lp low rank": ("--method", "robust-svd"),
-    "l1 fit": ("--method", "entrywise"),
     "subspace by distances": ("--method", "subspace"),
     "8 bits": (*_DENSE, "int8"),
     "4 bits": (*_DENSE, "int4 64"),
     "SVD, coded": ("--method", "svd", "--codec", "transform"),
     "feedback": (*_DENSE, "feedback"),
     "the way chosen for each weight": ("--method", "auto"),
+    "l1 fit": ("--method", "entrywise"),
 }
 """Each method and codec, and what asks for it."""
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
+from kflats.numerics import svd
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import project, right_metric, truncated_svd, weighted_spectrum
 
@@ -69,9 +70,17 @@ def grams(size, seed):
     return {"none": None, "diagonal": diagonal, "holed": holed, "full": x.T @ x, "low rank": low.T @ low}
 
 
+@pytest.fixture(params=["in float64", "held once"])
+def wide_matrices(request, monkeypatch):
+    """Both ways of a matrix of fewer rows than columns."""
+    if request.param == "held once":
+        monkeypatch.setattr(svd, "_LARGE", 0)
+
+
 SIDES = ("none", "diagonal", "holed", "full", "low rank")
 
 
+@pytest.mark.usefixtures("wide_matrices")
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)
 def test_no_matrix_of_that_rank_is_better(left, right):
@@ -100,6 +109,7 @@ def test_at_full_rank_all_is_kept_whatever_was_judged():
     torch.testing.assert_close(found.coordinates @ found.basis, a, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("wide_matrices")
 @pytest.mark.parametrize("shape", [(40, 9), (9, 40)], ids=["tall", "wide"])
 def test_prefixes_are_the_best_of_their_rank(shape):
     a = draw(*shape, seed=1)[0]
@@ -110,6 +120,7 @@ def test_prefixes_are_the_best_of_their_rank(shape):
         torch.testing.assert_close(whole.coordinates[:, :rank] @ whole.basis[:rank], part.coordinates @ part.basis)
 
 
+@pytest.mark.usefixtures("wide_matrices")
 @pytest.mark.parametrize("shape", [(40, 9), (9, 40)], ids=["tall", "wide"])
 def test_a_diagonal_gram_is_its_diagonal(shape):
     a = draw(*shape, seed=1)[0]
@@ -187,6 +198,7 @@ def test_every_stored_type_is_read_at_its_own_values(dtype):
     assert reached(a, found) == pytest.approx(least, rel=1e-4 if dtype != F64 else 1e-9, abs=1e-6 * total)
 
 
+@pytest.mark.usefixtures("wide_matrices")
 @pytest.mark.parametrize("shape", [(50, 10), (10, 50)], ids=["tall", "wide"])
 def test_rank_deficient_rows_cost_nothing_and_give_an_orthonormal_basis(shape):
     gen = torch.Generator().manual_seed(0)
@@ -197,6 +209,7 @@ def test_rank_deficient_rows_cost_nothing_and_give_an_orthonormal_basis(shape):
         torch.testing.assert_close(found.basis @ found.basis.T, torch.eye(rank, dtype=F64))
 
 
+@pytest.mark.usefixtures("wide_matrices")
 @pytest.mark.parametrize("shape", [(30, 6), (6, 30)], ids=["tall", "wide"])
 @pytest.mark.parametrize("left", SIDES)
 @pytest.mark.parametrize("right", SIDES)

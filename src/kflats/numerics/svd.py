@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.gram import gram_of, least_squares, top_eigenvectors
+from kflats.numerics.gram import WideRows, gram_of, least_squares, top_eigenvectors
 from kflats.numerics.large_matrices import all_finite, stripes, symmetric
 from kflats.numerics.rows import (
     MetricRows,
@@ -47,6 +47,7 @@ JUDGED = 1e-4
 """Singular values of R above this share of its largest judge; what lies below is chosen by plain least squares."""
 
 _ASYMMETRY = 1e-5
+_LARGE = 2**24  # numbers of a wide matrix that is not held in float64
 _NOTHING = 1e-8  # a share of a plain decoder that is not worth a pass over the rows
 NEGATIVE = 1e-5
 """How far below zero rounding may take an eigenvalue of a Gram, in units of its largest."""
@@ -297,7 +298,7 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
     gram, lift = _through_columns(rows, weights, metric)
 
     def finish(vectors: Tensor) -> tuple[Tensor, Tensor]:
-        basis = vectors if lift is None else vectors @ lift
+        basis = vectors if lift is None else lift(vectors)
         if metric is None:
             return project(rows, basis.to(rows.dtype)), basis
         coordinates, decoder = project(rows, metric.encoder(basis).T.to(rows.dtype)), metric.decoder(basis)
@@ -309,18 +310,27 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
     return _Small(gram, scale, finish)
 
 
-def _through_columns(rows: Rows, weights: Tensor | None, metric: Metric | None) -> tuple[Tensor, Tensor | None]:
-    """(LB)'(LB) for B = A R, or its n x n core T G T' with the matrix that lifts the core's eigenvectors."""
+def _through_columns(
+    rows: Rows, weights: Tensor | None, metric: Metric | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """(LB)'(LB) for B = A R, or its n x n core T G T' and what lifts the core's eigenvectors.
+
+    A QR in float64 holds the matrix three times. A large one is held once, in its own type (``WideRows``).
+    """
     n, d = rows.shape
     full = metric is not None and metric.factor.ndim == 2
     work = rows if metric is None else MetricRows(rows, metric.factor, torch.float64 if full else None)
     if n >= d and (weights is None or weights.ndim == 1):
         return gram_of(work, weights), None
+    if n < d and n * d > _LARGE:
+        wide = WideRows.of(work)
+        t = all_rows(wide.inside).T
+        return _symmetric(_times(t, weights) @ t.T), wide.lifted
     b = all_rows(work)
     if n >= d and weights is not None:
         return _symmetric(b.T @ (weights @ b)), None
     q, t = torch.linalg.qr(b.T)  # B' = Q T: (LB)'(LB) = Q (T G T') Q', with G = L'L as it is
-    return _symmetric(_times(t, weights) @ t.T), q.T
+    return _symmetric(_times(t, weights) @ t.T), lambda vectors: vectors @ q.T
 
 
 def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: float) -> _Small:
