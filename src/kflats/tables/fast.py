@@ -30,6 +30,7 @@ _SAMPLE = 8192  # rows on which steps are chosen
 _COLUMNS = 16
 _OCTAVE = 8  # scales an octave
 _DECODED = 4096  # rows that are decoded at once
+_AT_ONCE = 2048  # rows that are rounded at once: they stay in the processor's cache
 _FAR = 2.0  # largest values: the best steps for few bits leave out what lies nearer
 
 
@@ -163,28 +164,65 @@ class FastCode:
     def error_within(self, sample: Tensor) -> float:
         """The squared error of a row but for coordinates far beyond the largest value of their column, as in the rows
         of the ``sample`` by which the code was chosen."""
+        total = 0.0
         chosen = _few(sample)
-        _, _, reach, lost = self._rounded(chosen)
-        return float(torch.where(reach > _FAR, 0.0, lost).sum()) / len(chosen)
+        _, scales = self._labels(chosen)
+        for here in range(0, len(chosen), _AT_ONCE):
+            part = slice(here, here + _AT_ONCE)
+            units, lost = self._units(chosen[part], scales[part]), chosen[part].clone()
+            self._round_(units, lost, scales[part])
+            far = self._units(chosen[part], scales[part]).abs_() > _FAR * self._parts.half
+            total += float(torch.where(far & (self.bits > 0), 0.0, lost.square_()).sum(dtype=torch.float64))
+        return total / len(chosen)
 
     def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
-        """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
-        labels, codes, _, lost = self._rounded(rows)
-        return torch.cat([*labels, pack(codes.to(torch.int32), self.packed_layout)], dim=1), float(lost.sum())
+        """(m, row_bytes) uint8 of rows in principal axes, and their squared error; changes ``rows``."""
+        labels, scales = self._labels(rows)
+        codes, error = torch.empty(rows.shape, dtype=torch.int16), 0.0
+        for here in range(0, len(rows), _AT_ONCE):
+            part = slice(here, here + _AT_ONCE)
+            units = self._units(rows[part], scales[part])
+            codes[part] = self._round_(units, rows[part], scales[part])
+            error += float(torch.linalg.vector_norm(rows[part])) ** 2
+        return torch.cat([*labels, pack(codes, self.packed_layout)], dim=1), error
 
-    def _rounded(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Labels of scales; integers (m, r); coordinates in largest values of their columns; their squared errors."""
-        scale, labels = torch.ones(len(rows), 1, dtype=torch.float32), []
-        if self.scaled:
-            wanted = (rows.square() @ self.weights).sqrt()
-            label = (255 + _OCTAVE * (wanted / self.top).clamp_min(1e-38).log2()).round().clamp(0, 255)
-            scale, labels = self._scales[label.to(torch.int64)].unsqueeze(1), [label.to(torch.uint8).unsqueeze(1)]
-        units = torch.where(scale > 0, rows / scale, 0.0) / torch.where(self.bits > 0, self.steps, 1.0)
+    def _labels(self, rows: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The bytes of the rows' scales (m, 1), if they have any, and their scales (m, 1)."""
+        if not self.scaled:
+            return [], torch.ones(len(rows), 1, dtype=torch.float32)
+        wanted = (rows.square() @ self.weights).sqrt()
+        label = (255 + _OCTAVE * (wanted / self.top).clamp_min(1e-38).log2()).round().clamp(0, 255)
+        return [label.to(torch.uint8).unsqueeze(1)], self._scales[label.to(torch.int64)].unsqueeze(1)
+
+    def _units(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """(m, r) the rows in steps."""
+        return (rows / torch.where(scales > 0, scales, torch.inf)).div_(self._parts.steps)
+
+    def _round_(self, units: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+        """(m, r) int16 codes of ``units``, which they overwrite; ``rows`` become their errors."""
+        parts = self._parts
+        codes = torch.minimum(units.add_(parts.half).floor_().clamp_min_(0), parts.most, out=units)
+        made = codes.to(torch.int16)
+        rows -= codes.sub_(parts.most / 2).mul_(parts.stored).mul_(scales)
+        return made
+
+    @cached_property
+    def _parts(self) -> _Columns:
         count = (1 << self.bits.to(torch.int32)).to(torch.float32)
-        codes = torch.minimum((units + count / 2).floor().clamp_min_(0), count - 1)
-        values = (codes - (count - 1) / 2) * self.steps * scale
-        lost = (rows - torch.where(self.bits > 0, values, 0.0)).square()
-        return labels, codes, torch.where(self.bits > 0, units.abs() / (count / 2), 0.0), lost
+        live = self.bits > 0
+        steps = torch.where(live, self.steps, 1.0)
+        return _Columns(steps, torch.where(live, self.steps, 0.0), count / 2, count - 1)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What rounding reads of each column (r,): its ``steps``, 1 where it has no bits, and 0 there as ``stored``;
+    ``half`` the number of its codes; the ``most`` that a code may be."""
+
+    steps: Tensor
+    stored: Tensor
+    half: Tensor
+    most: Tensor
 
 
 class FastWriter:
