@@ -7,7 +7,7 @@ half as many layers show whether the time of a weight depends on how many there 
 "measured" has 16 texts of 120 words drawn by Zipf's law: inputs and gradients, layer by layer, activations on disk.
 "wide" has the same texts, measures inputs alone, and stores integers with feedback. A matrix in each of its two layers
 has 12,288 inputs; their Gram matrix takes 1.2 GB.
-"each" has a table of 33 M numbers beside two layers, and every method and every codec in turn, without data.
+"each" has tables of 12 M numbers beside two layers, and every method and every codec in turn, without data.
 "private memory" is the most of the pages that belong to the process alone (RssAnon), sampled. "allowed" is the largest
 weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
 
@@ -205,7 +205,7 @@ def main() -> None:
             ("feedback, measured, wide", broad, calibrated, None),
         ]
     if options.each:
-        shape = Shape(2, 64, 176, 4000) if small else Shape(2, 512, 1408, 64000)
+        shape = Shape(2, 64, 176, 4000) if small else Shape(2, 512, 1408, 24000)
         sizes = {what: "60%" if "int8" in how else "30%" for what, how in EACH.items()}
         cases = [
             (what, shape, ["--size", sizes[what], "--weights", "all", *how, *_ALIKE], None)

@@ -77,6 +77,9 @@ _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
 """How many matrices are encoded together at most, and the bytes of their numbers and Gram matrices at most. What is
 derived from these takes up to eight times as much."""
 
+_AT_ONCE = 2**22
+"""Numbers that are computed with in float64 at a time."""
+
 _Result = TypeVar("_Result")
 _Search: TypeAlias = Generator[ToRound, Rounded, _Result]
 """A search of a code, which hands out what is to be rounded and is sent what came of it."""
@@ -274,9 +277,13 @@ class _Source:
         labels = split_classes((2 * by_row).exp2(), norms, _CLASSES, float(d))
         sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add_(0, labels, by_row)
         row_steps = middle * (-sums / torch.bincount(labels)).exp2()
-        relative = matrix.to(torch.float64).abs() / row_steps[labels].unsqueeze(1)
-        size = float((relative / column_steps.exp2()).square().mean().sqrt())
-        return cls(matrix, rows, columns, labels, row_steps, column_steps, relative.amax(0).log2(), size)
+        longest, total = torch.zeros(d, dtype=torch.float64), 0.0
+        for here in _parts(matrix):
+            relative = matrix[here].to(torch.float64).abs_().div_(row_steps[labels[here]].unsqueeze(1))
+            longest = torch.maximum(longest, relative.amax(0))
+            total += float(relative.div_(column_steps.exp2()).square_().sum())
+        size = math.sqrt(total / (n * d))
+        return cls(matrix, rows, columns, labels, row_steps, column_steps, longest.log2(), size)
 
     @property
     def finest(self) -> float:
@@ -301,7 +308,11 @@ class _Source:
             moved = (self.exponents(before.c).to(torch.float32) - self.exponents(c)) / STEPS_AN_OCTAVE
             return before.targets * moved.exp2() * (before.c / c)
         _, row_steps, column_steps = self.steps(c, dtype)
-        return self.matrix / torch.outer(row_steps, column_steps).to(torch.float32)
+        likely = torch.empty_like(self.matrix)
+        for here in _parts(likely):
+            steps = torch.outer(row_steps[here], column_steps).to(torch.float32)
+            torch.div(self.matrix[here], steps, out=likely[here])
+        return likely
 
     def rounding(self, targets: Tensor, dtype: torch.dtype) -> Rounding:
         """The rounding of ``targets`` by error and bits: first by plain prices, then by those of what was chosen."""
@@ -326,8 +337,11 @@ class _Source:
     def code(self, c: float, dtype: torch.dtype, how: Rounding | PathRounding, made: Rounded) -> _Code:
         """The code at ``c`` of the integers that were ``made`` by ``how``."""
         held, row_steps, column_steps = self.steps(c, dtype)
-        sizes = torch.outer(self.rows.scale * row_steps, self.columns.scale * column_steps)
-        error = float((sizes * (made.targets - how.values(made.levels))).square().sum())
+        of_rows, of_columns = self.rows.scale * row_steps, self.columns.scale * column_steps
+        error = 0.0
+        for here in _parts(made.levels):
+            sizes = torch.outer(of_rows[here], of_columns)
+            error += float(sizes.mul_(made.targets[here] - how.values(made.levels, here)).square_().sum())
         count, d = len(self.row_steps), self.matrix.shape[1]
         contexts = torch.zeros(count, d, dtype=torch.uint8)
         contexts[self.labels] = how.contexts.to(torch.uint8)
@@ -341,6 +355,13 @@ class _Source:
             unit=held.unit,
         )
         return _Code(coded(matrix), c, made.targets, error, int((made.levels != 0).sum()))
+
+
+def _parts(matrix: Tensor) -> Iterator[slice]:
+    """Some rows of a matrix at a time, for what is computed of them in float64."""
+    step = max(1, _AT_ONCE // max(1, matrix.shape[1]))
+    for first in range(0, len(matrix), step):
+        yield slice(first, first + step)
 
 
 def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:

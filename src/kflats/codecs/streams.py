@@ -38,6 +38,7 @@ from kflats.numerics.coding.frame import basis_contexts
 from kflats.numerics.coding.packing import PackedLayout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
 from kflats.numerics.coding.trellis import free_bits, pays, subsets_of
+from kflats.numerics.large_matrices import stripes
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
@@ -678,12 +679,13 @@ def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: T
     """The free bits (n, d) of integers that follow paths, where that takes fewer bytes."""
     if geometry.basis != "diagonal":
         return None
-    levels = torch.empty(geometry.shape, dtype=torch.int64)
-    contexts = torch.empty(geometry.shape, dtype=torch.int64)
+    levels = torch.empty(geometry.shape, dtype=torch.int16)
+    contexts = torch.empty(geometry.shape, dtype=torch.uint8)
     for c, rows in enumerate(_rows_by_class(geometry, tensors.get("labels"))):
         layout = PackedLayout(tensors["bits"][c], tensors["low"][c])
-        levels[rows] = unpack(geometry.part(tensors["codes"], c), layout).to(torch.int64)
-        contexts[rows] = tensors["contexts"][c].to(torch.int64)
+        for part in stripes(rows.unsqueeze(1).expand(-1, geometry.shape[1])):
+            levels[rows[part]] = unpack(geometry.part(tensors["codes"], c)[part], layout)
+        contexts[rows] = tensors["contexts"][c]
     free = free_bits(levels)
     return free if free is not None and pays(levels, contexts, tables) else None
 

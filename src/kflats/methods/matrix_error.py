@@ -16,6 +16,8 @@ from kflats.matrices.registry import Matrix
 from kflats.numerics.loss import Loss
 from kflats.numerics.rows import Rows, as_rows, check_finite, gram_block, slices
 
+_NUMBERS = 2**21  # of a block: decoding holds up to fifteen times as many
+
 
 @dataclass(frozen=True)
 class MatrixError:
@@ -96,7 +98,7 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Ten
     source = as_rows(rows)
     weights = torch.ones(source.shape[0], dtype=torch.float64) if row_weights is None else row_weights
     error = total = 0.0
-    for here, block in slices(source, gram_block(source)):
+    for here, block in slices(source, _block(source)):
         w = weights[here].to(block.device, torch.float64)
         error += float(w @ norm.costs(_residual(here, block, matrix)).to(w))
         total += float(w @ norm.costs(block).to(w))
@@ -107,7 +109,7 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Ten
 def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
     """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
     source = as_rows(rows)
-    blocks = slices(source, gram_block(source))
+    blocks = slices(source, _block(source))
     errors = (_residual(here, block, matrix).square().sum(1, dtype=torch.float64) for here, block in blocks)
     return torch.cat([part.cpu() for part in errors])
 
@@ -131,7 +133,7 @@ def weighted_error(
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     coupled = weighting.left is not None and weighting.left.ndim == 2
     error = whole = 0.0
-    for here, block in slices(source, source.shape[0] if coupled else gram_block(source)):
+    for here, block in slices(source, source.shape[0] if coupled else _block(source)):
         error += _cost(_residual(here, block, matrix), here, weighting)
         whole += _cost(block, here, weighting) if total is None else 0.0
     return MatrixError(error, whole if total is None else total)
@@ -149,8 +151,12 @@ def weighted_total(rows: Rows | Tensor, weighting: Weighting | None = None) -> f
     """
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     check_finite(source)
-    size = source.shape[0] if weighting.left is not None and weighting.left.ndim == 2 else gram_block(source)
+    size = source.shape[0] if weighting.left is not None and weighting.left.ndim == 2 else _block(source)
     return max(0.0, sum(_cost(block, here, weighting) for here, block in slices(source, size)))
+
+
+def _block(rows: Rows) -> int:
+    return min(gram_block(rows), max(1, _NUMBERS // rows.shape[1]))
 
 
 def _residual(here: slice, block: Tensor, matrix: Matrix) -> Tensor:

@@ -10,13 +10,14 @@ equal it at the current flat. The problem is not convex, so the result depends o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kflats.numerics.flats import Stopping, WeightedRows
-from kflats.numerics.gram import complement, gram_of, top_eigenvectors
+from kflats.numerics.gram import LARGE, WideRows, complement, gram_of, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, check_loss
 from kflats.numerics.rows import (
     Rows,
@@ -94,7 +95,7 @@ def robust_subspace(
     inside, lift = _narrowed(rows)
     cloud, scale = _weighted(inside, weights)
     best = _fit(cloud, rank, loss, stop)
-    basis = (best.basis if lift is None else best.basis @ lift.to(best.basis.dtype)).to(rows.dtype)
+    basis = (best.basis if lift is None else lift(best.basis)).to(rows.dtype)
     objective = tuple(scale * value for value in best.history)
     return SubspaceFit(project(rows, basis), basis, objective, best.converged, best.loss)
 
@@ -219,10 +220,15 @@ def _weighted(rows: Rows, weights: Tensor | None) -> tuple[WeightedRows, float]:
     return WeightedRows(rows, norms2.to(rows.dtype), weights), scale
 
 
-def _narrowed(rows: Rows) -> tuple[Rows, Tensor | None]:
-    """Where n < d: the rows in an orthonormal basis (n, d) of their span. Distances stay, and Grams are n x n."""
+def _narrowed(rows: Rows) -> tuple[Rows, Callable[[Tensor], Tensor] | None]:
+    """Where n < d: the rows in an orthonormal basis (n, d) of their span, and what turns a basis (r, n) of a flat into
+    one of columns. Distances stay, and Grams are n x n."""
     n, d = rows.shape
     if n >= d:
         return rows, None
+    if n * d > LARGE:
+        wide = WideRows.of(rows)
+        return wide.inside, wide.lifted
     q, t = torch.linalg.qr(all_rows(rows).T)
-    return TensorRows(t.T.contiguous().to(rows.dtype)), q.T.to(rows.dtype).contiguous()
+    lift = q.T.to(rows.dtype).contiguous()
+    return TensorRows(t.T.contiguous().to(rows.dtype)), lambda basis: basis @ lift.to(basis.dtype)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.gram import WideRows, gram_of, least_squares, top_eigenvectors
+from kflats.numerics.gram import LARGE, WideRows, gram_of, least_squares, top_eigenvectors
 from kflats.numerics.large_matrices import all_finite, stripes, symmetric
 from kflats.numerics.rows import (
     MetricRows,
@@ -47,7 +47,6 @@ JUDGED = 1e-4
 """Singular values of R above this share of its largest judge; what lies below is chosen by plain least squares."""
 
 _ASYMMETRY = 1e-5
-_LARGE = 2**24  # numbers of a wide matrix that is not held in float64
 _NOTHING = 1e-8  # a share of a plain decoder that is not worth a pass over the rows
 NEGATIVE = 1e-5
 """How far below zero rounding may take an eigenvalue of a Gram, in units of its largest."""
@@ -322,7 +321,7 @@ def _through_columns(
     work = rows if metric is None else MetricRows(rows, metric.factor, torch.float64 if full else None)
     if n >= d and (weights is None or weights.ndim == 1):
         return gram_of(work, weights), None
-    if n < d and n * d > _LARGE:
+    if n < d and n * d > LARGE:
         wide = WideRows.of(work)
         t = all_rows(wide.inside).T
         return _symmetric(_times(t, weights) @ t.T), wide.lifted

@@ -32,6 +32,7 @@ from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
 from kflats.numerics.large_matrices import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
 
+_ALL = slice(None)
 _JITTER = 1e-7
 """Share of a Gram's mean diagonal that the second try of a factor adds, whose pivots were too small; each further try
 adds ten times as much."""
@@ -39,6 +40,7 @@ _LEAST_PIVOT = 3e-4
 """The least diagonal of a factor, as a share of the largest: what lies below is next to dead, and would set the range
 of the steps."""
 _JITTERS = 8
+_DESIGNED = 2**22  # numbers that a quantizer looks at together
 _LEAST_OCTAVE = -3
 """Cells whose targets have a smaller mean magnitude, in steps, share one distribution."""
 _TINY = 1e-30
@@ -139,7 +141,7 @@ class Rounding:
     def plain(cls, shape: tuple[int, ...], part: float = 0.5) -> Rounding:
         """Without prices: up from a ``part`` of a step on, which is to the nearest by default."""
         zero = torch.zeros(1, 1, dtype=torch.float32)
-        return cls(torch.zeros(shape, dtype=torch.int64), zero[0], zero + part, zero)
+        return cls(torch.zeros(1, dtype=torch.int64).expand(shape), zero[0], zero + part, zero)
 
     @classmethod
     def priced(cls, quantizer: Quantizer, labels: Tensor) -> Rounding:
@@ -165,15 +167,18 @@ class Rounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        lists = _Lists.of(self, targets.dtype)
-        shrink = self.shrink.to(targets.dtype)[self.contexts]
-        found = lists.magnitudes(targets, shrink, self.contexts * (lists.last + 1))
-        return (found * targets.sign()).to(torch.int16)
+        lists, shrinks = _Lists.of(self, targets.dtype), self.shrink.to(targets.dtype)
+        levels = torch.empty(targets.shape, dtype=torch.int16)
+        for here in stripes(targets):
+            given, contexts = targets[here], self.contexts[here]
+            found = lists.magnitudes(given, shrinks[contexts], contexts * (lists.last + 1))
+            levels[here] = found * given.sign()
+        return levels
 
-    def values(self, levels: Tensor) -> Tensor:
-        """(n, d) float64, the values of symbols in steps."""
-        levels = levels.to(torch.float64)
-        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts]
+    def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
+        """float64, the values in steps of the symbols of some ``rows``."""
+        levels = levels[rows].to(torch.float64)
+        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows]]
 
 
 @dataclass(frozen=True)
@@ -271,8 +276,10 @@ class _Blocks:
 
 def _in_order(grid: tuple[Tensor, Tensor], shrink: Tensor, values: Tensor, seen: Tensor) -> Rounded:
     levels, targets = torch.empty(seen.shape, dtype=torch.int16), torch.empty_like(seen)
-    levels[grid] = ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
-    targets[grid] = seen
+    found = torch.empty(seen.shape, dtype=torch.int16)
+    for here in stripes(values):
+        found[here] = (values[here].abs() + shrink[here]).round_() * values[here].sign()
+    levels[grid], targets[grid] = found, seen
     return Rounded(levels, targets)
 
 
@@ -567,22 +574,31 @@ def designed(made: Rounded, labels: Tensor) -> Quantizer:
     Args:
         labels: (n,) int64, the class of each row, from 0 on.
     """
-    count, sizes = int(labels.max()) + 1, made.targets.abs().to(torch.float64)
-    by_class = torch.zeros(count, dtype=torch.float64).index_add_(0, labels, sizes.mean(1))
-    by_class /= torch.bincount(labels, minlength=count).clamp_min(1) * sizes.mean().clamp_min(_TINY)
+    count, (n, d) = int(labels.max()) + 1, made.targets.shape
+    step = max(1, _DESIGNED // max(1, d))
+    parts = [slice(first, first + step) for first in range(0, n, step)]
+    by_class, columns = torch.zeros(count, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    for here in parts:
+        sizes = made.targets[here].abs().to(torch.float64)
+        by_class.index_add_(0, labels[here], sizes.mean(1))
+        columns += sizes.sum(0)
+    mean = columns.sum() / (n * d)
+    by_class /= torch.bincount(labels, minlength=count).clamp_min(1) * mean.clamp_min(_TINY)
     # Not clamped where classes add to columns: their contexts would no longer differ by constants.
     classes = (by_class.clamp_min(_TINY).log2().clamp_min(-_FARTHEST_OCTAVE) * CONTEXTS_AN_OCTAVE).round()
-    columns = (sizes.mean(0).clamp_min(_TINY).log2() * CONTEXTS_AN_OCTAVE).floor()
+    columns = ((columns / n).clamp_min(_TINY).log2() * CONTEXTS_AN_OCTAVE).floor()
     columns = columns.clamp_min(_LEAST_OCTAVE * CONTEXTS_AN_OCTAVE - float(classes.max()))
     bins = (columns + classes.unsqueeze(1)).to(torch.int64)
     contexts = bins - bins.min()
     number = int(contexts.max()) + 1
-    each, magnitudes = contexts[labels], made.levels.abs().to(torch.int64)
-    places = (each * len(KNOTS) + nearest_knot()[magnitudes]).flatten()
-    counts = torch.bincount(places, minlength=number * len(KNOTS)).view(number, len(KNOTS)).to(torch.float64)
-    gaps = (magnitudes - sizes).masked_fill_(magnitudes == 0, 0.0)
-    beyond = torch.bincount(each.flatten(), gaps.flatten(), minlength=number)
+    counts, most = torch.zeros(number * len(KNOTS), dtype=torch.float64), torch.zeros(number, dtype=torch.int64)
+    beyond = torch.zeros(number, dtype=torch.float64)
+    for here in parts:
+        each, magnitudes = contexts[labels[here]].flatten(), made.levels[here].flatten().abs().to(torch.int64)
+        counts += torch.bincount(each * len(KNOTS) + nearest_knot()[magnitudes], minlength=len(counts))
+        gaps = (magnitudes - made.targets[here].flatten().abs().to(torch.float64)).masked_fill_(magnitudes == 0, 0.0)
+        beyond += torch.bincount(each, gaps, minlength=number)
+        most.scatter_reduce_(0, each, magnitudes, "amax")
+    counts = counts.view(number, len(KNOTS))
     shrink = (beyond / counts[:, 1:].sum(1).clamp_min(1.0)).clamp(0.0, 0.45)
-    most = torch.zeros(number, dtype=torch.int64)
-    most.scatter_reduce_(0, each.flatten(), magnitudes.flatten(), "amax")
     return Quantizer(contexts, tables_of(counts, most), shrink.to(torch.float32))

@@ -28,6 +28,7 @@ RowBlock: TypeAlias = tuple[int, int, Tensor]
 """A class, the first of some rows in it, and their coordinates u (r, m) float32."""
 
 _BLOCK = 4096
+_AT_ONCE = 2**22  # integers of a basis that are looked at together
 _HALVINGS = 80
 _SAMPLE = 4096
 """Rows in the sample for the search of a step."""
@@ -83,19 +84,28 @@ def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
     return _coded(levels, scale)
 
 
+def _rows_at_once(levels: Tensor) -> int:
+    return max(1, _AT_ONCE // max(1, levels.shape[1]))
+
+
 def basis_contexts(levels: Tensor) -> Tensor:
     """(r,) int64, the distribution that each row of integers (r, d) follows: rows of about one mean magnitude share
     one."""
-    means = levels.to(torch.float64).abs().mean(1)
+    means = torch.cat([part.to(torch.float64).abs().mean(1) for part in levels.split(_rows_at_once(levels))])
     contexts: Tensor = torch.unique((means.clamp_min(1e-9).log2() * 2).floor(), return_inverse=True)[1]
     return contexts
 
 
 def _coded(levels: Tensor, scale: Tensor) -> CodedBasis:
-    magnitudes, contexts = levels.to(torch.int64).abs(), basis_contexts(levels)
+    contexts = basis_contexts(levels)
     number = int(contexts.max()) + 1 if len(contexts) else 0
-    tables = tables_for(magnitudes, contexts.unsqueeze(1).expand_as(magnitudes), number)
-    bits = tables.bits[contexts].gather(1, magnitudes).sum(1) if levels.numel() else torch.zeros(len(levels)).double()
+    tables = tables_for(levels, contexts.unsqueeze(1).expand_as(levels), number)
+    bits = torch.zeros(len(levels), dtype=torch.float64)
+    if levels.numel():
+        step = _rows_at_once(levels)
+        for first in range(0, len(levels), step):
+            here = slice(first, first + step)
+            bits[here] = tables.bits[contexts[here]].gather(1, levels[here].to(torch.int64).abs()).sum(1)
     return CodedBasis(levels, scale, tables, bits)
 
 

@@ -39,6 +39,7 @@ _SIXTEENTHS = (
 
 
 _NEVER = MOST + 1
+_AT_ONCE = 2**22  # symbols that are counted at once
 _FREQUENCIES = np.array([*(_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)), 0], dtype=np.int64)
 """Of a symbol, by its cost; the last is that of symbols beyond reach."""
 
@@ -161,12 +162,15 @@ def tables_of(counts: Tensor, reach: Tensor) -> Tables:
     return Tables(reach.to(torch.int16), costs.to(torch.uint8))
 
 
-def tables_for(magnitudes: Tensor, contexts: Tensor, number: int) -> Tables:
-    """The nearest ``number`` of tables to ``magnitudes``; ``contexts``, of their shape: which table each follows."""
-    places = contexts * len(KNOTS) + nearest_knot()[magnitudes]
-    counts = torch.bincount(places.flatten(), minlength=number * len(KNOTS)).view(number, len(KNOTS))
-    reach = torch.zeros(number, dtype=torch.int64)
-    return tables_of(counts, reach.scatter_reduce_(0, contexts.flatten(), magnitudes.flatten(), "amax"))
+def tables_for(symbols: Tensor, contexts: Tensor, number: int) -> Tables:
+    """The nearest ``number`` of tables to ``symbols``; ``contexts``, of their shape: which table each follows."""
+    counts, reach = torch.zeros(number * len(KNOTS), dtype=torch.int64), torch.zeros(number, dtype=torch.int64)
+    step = max(1, _AT_ONCE // max(1, symbols[:1].numel()))
+    for part, own in zip(symbols.split(step), contexts.split(step), strict=True):
+        flat, table = part.flatten().to(torch.int64).abs(), own.flatten().to(torch.int64)
+        counts += torch.bincount(table * len(KNOTS) + nearest_knot()[flat], minlength=len(counts))
+        reach.scatter_reduce_(0, table, flat, "amax")
+    return tables_of(counts.view(number, len(KNOTS)), reach)
 
 
 def table_for(symbols: Tensor) -> Tables:
@@ -175,5 +179,5 @@ def table_for(symbols: Tensor) -> Tables:
     >>> table_for(torch.tensor([0, 0, -1])).frequencies(0).tolist()
     [4987896, 16777216, 4987896]
     """
-    magnitudes = symbols.flatten().to(torch.int64).abs()
-    return tables_for(magnitudes, torch.zeros_like(magnitudes), 1)
+    flat = symbols.flatten()
+    return tables_for(flat, torch.zeros(1, dtype=torch.uint8).expand(len(flat)), 1)

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from kflats.numerics.coding.quantizers import TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, Tables
+from kflats.numerics.large_matrices import stripes
 
+_ALL = slice(None)
 PATH_BLOCK = 384
 """Rows and columns of a block, in which paths begin and end. Part of the format of files."""
 PATH_TRADE = 4 * TRADE
@@ -87,10 +89,11 @@ def pays(levels: Tensor, contexts: Tensor, tables: Tables) -> bool:
     """Whether integers take fewer bits as a free bit and a place in the subset than by ``tables`` alone.
 
     Args:
-        levels, contexts: (n, d) int64, integers and the distribution of each.
+        levels, contexts: (n, d), integers and the distribution of each.
     """
-    saved = _bits_of_subset(tables)[contexts, levels.abs()] - 1
-    return float(saved.sum()) > 0
+    bits = _bits_of_subset(tables)
+    parts = ((contexts[here].to(torch.int64), levels[here].to(torch.int64).abs()) for here in stripes(levels))
+    return sum(float((bits[own, magnitudes] - 1).sum()) for own, magnitudes in parts) > 0
 
 
 def _bits_of_subset(tables: Tables) -> Tensor:
@@ -152,13 +155,16 @@ class PathRounding:
 
     def symbols(self, values: Tensor) -> Tensor:
         """(n, d) int16, of which these are the values."""
-        shrink = self.shrink.to(values.dtype)[self.contexts]
-        return ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
+        shrinks, symbols = self.shrink.to(values.dtype), torch.empty(values.shape, dtype=torch.int16)
+        for here in stripes(values):
+            shrink = shrinks[self.contexts[here]]
+            symbols[here] = (values[here].abs() + shrink).round_() * values[here].sign()
+        return symbols
 
-    def values(self, levels: Tensor) -> Tensor:
-        """(n, d) float64, the values of symbols in steps."""
-        levels = levels.to(torch.float64)
-        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts]
+    def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
+        """float64, the values in steps of the symbols of some ``rows``."""
+        levels = levels[rows].to(torch.float64)
+        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows]]
 
     def along(self, targets: npt.NDArray[np.float32], contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The values (K, L) of the symbols of the targets (K, L) of K paths, which are computed in float32."""
