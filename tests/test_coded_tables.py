@@ -944,3 +944,29 @@ def test_ids_that_are_no_list_of_rows(ids: Any, message: str, tmp_path: Path) ->
         open_table(tmp_path / "coded").rows(ids)
     with pytest.raises(KflatsError, match="one row is asked for by a whole number"):
         open_table(tmp_path / "coded")[[1, 2]]  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fast", "compact"])
+def test_places_beyond_two_to_the_31_are_coded_and_read(layout: str, tmp_path: Path) -> None:
+    """2.2e9 numbers of a file with holes: rows at both ends are drawn, those between are zeros."""
+    rows, width, path, drawn = 68_000_000, 32, tmp_path / "rows.npy", 200_000
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f2", "fortran_order": False, "shape": (rows, width)})
+        head = file.tell()
+    try:
+        os.truncate(path, head + 2 * rows * width)
+    except OSError:
+        pytest.skip("no files with holes here")
+    ends = np.random.default_rng(0).standard_normal((2, drawn, width)).astype(np.float16)
+    with path.open("r+b") as file:
+        for first, part in ((0, ends[0]), (rows - drawn, ends[1])):
+            file.seek(head + 2 * first * width)
+            file.write(part.tobytes())
+    compress_table(path, tmp_path / "coded", size="2.2 bits", layout=layout, quiet=True)
+    table = open_table(tmp_path / "coded")
+    assert float(table.rows([rows // 2]).abs().max()) < 0.2
+    for first, part in ((0, ends[0]), (rows - drawn, ends[1])):
+        index = [first, first + 77, first + drawn - 1]
+        found, wanted = table.rows(index).numpy(), part[[0, 77, drawn - 1]].astype(np.float32)
+        assert np.square(found - wanted).sum() < 0.5 * np.square(wanted).sum()

@@ -212,6 +212,8 @@ def new_folder(
         finally:
             _drop_set_aside(out)
             shutil.rmtree(aside, ignore_errors=True)
+        for kind in _KEPT:
+            shutil.rmtree(beside(out, kind), ignore_errors=True)
 
 
 def beside(out: Path, kind: str) -> Path:
@@ -311,7 +313,8 @@ def _set_aside(out: Path) -> None:
     if found:
         beside(out, "done").mkdir(exist_ok=True)
         for path in found:
-            path.rename(beside(out, "done") / path.name)
+            with suppress(OSError):  # Windows moves no folder in which a file is mapped; it is removed afterwards
+                path.rename(beside(out, "done") / path.name)
 
 
 def _drop_set_aside(out: Path) -> None:
