@@ -19,7 +19,7 @@ from kflats.common.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and signals that stop a process")
 SCHEDULES = 100
-AT_ONCE = 3  # of these in every test run
+AT_ONCE = 2  # of these in every test run
 
 
 def compact_table(source: str, out: str, workers: Workers) -> None:
@@ -87,7 +87,7 @@ def test_after_a_fault_the_output_is_whole_or_absent_and_the_same_command_resume
     name, count = drawn.choice(list(JOBS)), drawn.choice((1, 2, 2, 3))
     whole = undisturbed(name, count)
     kind, rank = drawn.choice(get_args(Kind)), drawn.randrange(count)
-    fault = Fault(kind, rank, drawn.randint(1, whole.steps[rank]), drawn.uniform(0, 0.3))
+    fault = Fault(kind, rank, drawn.randint(1, max(1, whole.steps[rank])), drawn.uniform(0, 0.3))
     (work := tmp_path / "work").mkdir()
     out, arguments = work / "out", [whole.source, str(work / "out")]
     ended = run(JOBS[name], arguments, count, fault, tmp_path / "first")
@@ -114,7 +114,8 @@ def test_after_a_fault_the_output_is_whole_or_absent_and_the_same_command_resume
     assert left(work) == ["out"], told
 
 
-@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("allowed", [False, True])
 def test_workers_with_other_threads_are_refused_or_named(
     allowed: bool, undisturbed: Callable[[str, int], Undisturbed], tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ class Largest(TorchDispatchMode):
 
 
 @EVERY
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_of_few_rows_no_matrix_of_all_pairs_of_columns_is_made(method, weighted):
     """A layer of 4,096 inputs and 128,000 outputs would need 131 GB for one."""
     n, d = 24, 900

@@ -287,7 +287,9 @@ def mixture_of_experts() -> Any:
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["without data", "measured layer by layer"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow), "experts"])
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama", "t5")), "experts"]
+)
 def test_a_folder_has_the_bytes_of_the_same_model_in_memory(
     name: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
