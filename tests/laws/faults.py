@@ -24,7 +24,7 @@ from typing import Literal
 Kind = Literal["killed", "killed later", "stopped", "slow", "full disk"]
 _MAKES = {"os.rename", "os.mkdir", "os.link", "os.truncate", "os.chmod"}
 _STEPS = _MAKES | {"open", "os.remove", "os.rmdir"}
-_PATIENCE = 1.0
+_PATIENCE = 5.0  # a busy machine may not run a worker for a second or two
 _LIMIT = 120.0
 _IMPORTED = ["torch", "numpy", "kflats", "kflats.tables", "kflats.compress.pipeline", "kflats.cli.app", "faults"]
 _IMPORTED += ["transformers.models.bert.modeling_bert", "transformers.models.auto", "torch.distributed.rendezvous"]
