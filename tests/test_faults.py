@@ -11,9 +11,9 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
+from architectures import mixture_of_experts
 from faults import Fault, Kind, holds, left, run
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from kflats.common.workers import Workers
 
@@ -22,18 +22,10 @@ SCHEDULES = 100
 AT_ONCE = 2  # of these in every test run
 
 
-def compact_table(source: str, out: str, workers: Workers) -> None:
+def coded_table(layout: str, source: str, out: str, workers: Workers) -> None:
     from kflats.tables import compress_table
 
-    options = {"size": "5 bits", "shard_rows": 16384, "quiet": True}
-    compress_table(source, out, **options, workers=workers)  # type: ignore[arg-type]
-    workers.meet()
-
-
-def fast_table(source: str, out: str, workers: Workers) -> None:
-    from kflats.tables import compress_table
-
-    options = {"size": "5 bits", "layout": "fast", "shard_rows": 16384, "quiet": True}
+    options = {"size": "5 bits", "layout": layout, "shard_rows": 16384, "quiet": True}
     compress_table(source, out, **options, workers=workers)  # type: ignore[arg-type]
     workers.meet()
 
@@ -45,7 +37,12 @@ def coded_model(source: str, out: str, workers: Workers) -> None:
     workers.meet()
 
 
-JOBS: dict[str, Callable[..., None]] = {"compact": compact_table, "fast": fast_table, "model": coded_model}
+JOBS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "compact": (coded_table, ["compact"]),
+    "fast": (coded_table, ["fast"]),
+    "model": (coded_model, []),
+}
+"""A function, and what it is given before the source and the output."""
 
 
 class Undisturbed(NamedTuple):
@@ -67,7 +64,9 @@ def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
                 source = folder / "rows.npy"
                 np.save(source, np.random.default_rng(0).standard_normal((40_000, 6), dtype=np.float32))
             (folder / "work").mkdir()
-            ended = run(JOBS[name], [str(source), str(folder / "work" / "out")], count, None, folder / "notes")
+            job, options = JOBS[name]
+            arguments = [*options, str(source), str(folder / "work" / "out")]
+            ended = run(job, arguments, count, None, folder / "notes")
             assert [one.code for one in ended] == [0] * count, ended
             assert left(folder / "work") == ["out"]
             known[name, count] = Undisturbed(str(source), holds(folder / "work" / "out"), [one.steps for one in ended])
@@ -89,8 +88,9 @@ def test_after_a_fault_the_output_is_whole_or_absent_and_the_same_command_resume
     kind, rank = drawn.choice(get_args(Kind)), drawn.randrange(count)
     fault = Fault(kind, rank, drawn.randint(1, max(1, whole.steps[rank])), drawn.uniform(0, 0.3))
     (work := tmp_path / "work").mkdir()
-    out, arguments = work / "out", [whole.source, str(work / "out")]
-    ended = run(JOBS[name], arguments, count, fault, tmp_path / "first")
+    job, options = JOBS[name]
+    out, arguments = work / "out", [*options, whole.source, str(work / "out")]
+    ended = run(job, arguments, count, fault, tmp_path / "first")
     told = f"{name}, {count} workers, {fault}: {ended}"
     assert ended[rank].met or count > 1, told  # of several workers each may do more or less than before
     if out.exists():
@@ -105,7 +105,7 @@ def test_after_a_fault_the_output_is_whole_or_absent_and_the_same_command_resume
             assert "lost" in one.said or "another worker failed" in one.said, told
         elif one.code == 2:
             assert "cannot be written" in one.said, told
-    again = run(JOBS[name], arguments, count, None, tmp_path / "second")
+    again = run(job, arguments, count, None, tmp_path / "second")
     if all(one.code == 0 for one in again):
         assert holds(out) == whole.files, told
     else:  # the first run had put the folder in its place
@@ -121,8 +121,8 @@ def test_workers_with_other_threads_are_refused_or_named(
 ) -> None:
     whole, work = undisturbed("fast", 2), tmp_path / "work"
     work.mkdir()
-    arguments = [whole.source, str(work / "out")]
-    ended = run(fast_table, arguments, 2, None, tmp_path / "notes", threads=(1, 2), allow_unlike=allowed)
+    arguments = ["fast", whole.source, str(work / "out")]
+    ended = run(coded_table, arguments, 2, None, tmp_path / "notes", threads=(1, 2), allow_unlike=allowed)
     assert [one.code for one in ended] == [0 if allowed else 2] * 2, ended
     assert "workers 0 and 1 differ in versions or machines: threads 1 and 2" in ended[0].said
     assert left(work) == (["out"] if allowed else [])
@@ -130,11 +130,8 @@ def test_workers_with_other_threads_are_refused_or_named(
 
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
-    """A model whose experts are one tensor, in several files."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 8, "intermediate_size": 40, "vocab_size": 199}
-    config = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **sizes)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    """The model in several files."""
+    mixture_of_experts().save_pretrained(tmp_path / "model", max_shard_size="20KB")
     return tmp_path / "model"
 
 

@@ -176,3 +176,10 @@ def assert_same(first: Any, second: Any, output: Any = logits) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     torch.testing.assert_close(output(first), output(second))
+
+
+def mixture_of_experts() -> Any:
+    """A decoder whose experts are one tensor of each layer."""
+    sizes = _DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.Qwen3MoeConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes)
+    return AutoModelForCausalLM.from_config(config).eval()

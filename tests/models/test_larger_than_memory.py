@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, VOCABULARY, is_t5
+from architectures import ARCHITECTURES, VOCABULARY, is_t5, mixture_of_experts
 from crew import together
 from safetensors.torch import load_file, save_file
 from table import crossed
@@ -274,16 +274,6 @@ def test_inputs_alone_need_no_backward_pass(tmp_path: Path) -> None:
     weights, needs = find_weights(model), frozenset({"input_gram", "input_mean"})
     whole = measure(model, weights, batches(model), needs=needs, quiet=True)
     assert_same_statistics(whole, measured_in_little_memory(model, weights, batches(model), needs, tmp_path))
-
-
-def mixture_of_experts() -> Any:
-    decoder = ARCHITECTURES["llama"].settings | {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    }
-    config = transformers.Qwen3MoeConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **decoder)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["without data", "measured layer by layer"])

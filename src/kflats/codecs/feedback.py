@@ -38,6 +38,7 @@ from kflats.numerics.coding.quantizers import Quantizer
 from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.trellis import SHORTEST, PathRounding
+from kflats.numerics.large_matrices import stripes
 from kflats.numerics.rows import GRAM_BLOCK, Rows, check_finite, check_weights
 
 _LONG = 16
@@ -78,7 +79,7 @@ _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
 derived from these takes up to eight times as much."""
 
 _AT_ONCE = 2**22
-"""Numbers that are computed with in float64 at a time."""
+"""Numbers whose squares are summed in float64 at a time."""
 
 _Result = TypeVar("_Result")
 _Search: TypeAlias = Generator[ToRound, Rounded, _Result]
@@ -278,7 +279,7 @@ class _Source:
         sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add_(0, labels, by_row)
         row_steps = middle * (-sums / torch.bincount(labels)).exp2()
         longest, total = torch.zeros(d, dtype=torch.float64), 0.0
-        for here in _parts(matrix):
+        for here in stripes(matrix, _AT_ONCE):
             relative = matrix[here].to(torch.float64).abs_().div_(row_steps[labels[here]].unsqueeze(1))
             longest = torch.maximum(longest, relative.amax(0))
             total += float(relative.div_(column_steps.exp2()).square_().sum())
@@ -309,7 +310,7 @@ class _Source:
             return before.targets * moved.exp2() * (before.c / c)
         _, row_steps, column_steps = self.steps(c, dtype)
         likely = torch.empty_like(self.matrix)
-        for here in _parts(likely):
+        for here in stripes(likely):
             steps = torch.outer(row_steps[here], column_steps).to(torch.float32)
             torch.div(self.matrix[here], steps, out=likely[here])
         return likely
@@ -339,7 +340,7 @@ class _Source:
         held, row_steps, column_steps = self.steps(c, dtype)
         of_rows, of_columns = self.rows.scale * row_steps, self.columns.scale * column_steps
         error = 0.0
-        for here in _parts(made.levels):
+        for here in stripes(made.levels, _AT_ONCE):
             sizes = torch.outer(of_rows[here], of_columns)
             error += float(sizes.mul_(made.targets[here] - how.values(made.levels, here)).square_().sum())
         count, d = len(self.row_steps), self.matrix.shape[1]
@@ -355,13 +356,6 @@ class _Source:
             unit=held.unit,
         )
         return _Code(coded(matrix), c, made.targets, error, int((made.levels != 0).sum()))
-
-
-def _parts(matrix: Tensor) -> Iterator[slice]:
-    """Some rows of a matrix at a time, for what is computed of them in float64."""
-    step = max(1, _AT_ONCE // max(1, matrix.shape[1]))
-    for first in range(0, len(matrix), step):
-        yield slice(first, first + step)
 
 
 def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:

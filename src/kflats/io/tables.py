@@ -336,11 +336,12 @@ class _ArrowRows:
         if not self._firsts[-1]:
             raise KflatsError(f"{path} holds no rows", hint="a table of one row at least")
         self._width: int | None = None
-        self._group = next(i for i, count in enumerate(counts) if count)
-        self._pieces = self._pieces_of(self._group)
-        self._held = next(self._pieces)
-        self.dtype = torch.float64 if self._held[1].dtype == torch.float64 else torch.float32
-        self.shape = (self._firsts[-1], self._held[1].shape[1])
+        group = next(i for i, count in enumerate(counts) if count)
+        self._pieces = self._pieces_of(group)
+        self._held = (group, *next(self._pieces))
+        piece = self._held[2]
+        self.dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
+        self.shape = (self._firsts[-1], piece.shape[1])
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Blocks of ``size`` rows, also across groups."""
@@ -362,12 +363,15 @@ class _ArrowRows:
 
     def _piece_with(self, group: int, row: int) -> tuple[int, Tensor]:
         """The piece that holds a row of a group, and its first row."""
-        if self._group != group or row < self._held[0]:
-            self._group, self._pieces = group, self._pieces_of(group)
-            self._held = next(self._pieces)
-        while row >= self._held[0] + len(self._held[1]):
-            self._held = next(self._pieces)
-        return self._held
+        of, first, piece = self._held
+        if of != group or row < first:
+            self._pieces = self._pieces_of(group)
+            self._held = _, first, piece = group, *next(self._pieces)
+        while row >= first + len(piece):
+            if (following := next(self._pieces, None)) is None:  # reading failed before
+                raise _unreadable(self._path, ValueError("its rows end too early"))
+            self._held = _, first, piece = group, *following
+        return first, piece
 
     def _pieces_of(self, group: int) -> Iterator[tuple[int, Tensor]]:
         """The pieces of a group, each with its first row: (rows, d), in the type of the file."""
@@ -375,9 +379,11 @@ class _ArrowRows:
         columns = self._read(group)
         while first < count:
             try:
-                column = next(columns)
-            except (ValueError, OSError, StopIteration) as error:  # those of pyarrow are one or the other
+                column = next(columns, None)
+            except (ValueError, OSError) as error:  # those of pyarrow are one or the other
                 raise _unreadable(self._path, error) from error
+            if column is None:
+                raise _unreadable(self._path, ValueError("it has fewer rows than its head says"))
             piece = self._numbers(column)
             if len(piece):
                 yield first, piece

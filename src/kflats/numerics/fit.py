@@ -327,7 +327,7 @@ def fit_flats(
     """Flats S_1..S_k that minimise  sum_i w_i rho(dist(a_i, S_c(i))),  rho(t) = t^2 by default (MESSI, section 2).
 
     Args:
-        matrix: (n, d), a tensor or any ``Rows``; read in blocks, never copied.
+        matrix: (n, d), a tensor or any ``Rows``; read in blocks, and copied once where n < d.
         k: number of flats.
         rank: dimension of every flat, or
         budget: numbers to store instead: ranks are filled flat by flat, and the budget is never exceeded.

@@ -86,13 +86,13 @@ def _reserve(file: IO[bytes], nbytes: int) -> None:
     file.flush()
 
 
-def stripes(matrix: Tensor) -> Iterator[slice]:
-    """Rows of a matrix, as many at once as make a temporary of 8 MB in float64.
+def stripes(matrix: Tensor, numbers: int = 0) -> Iterator[slice]:
+    """Rows of a matrix, as many at once as make a temporary of 8 MB in float64; or as have so many ``numbers``.
 
     >>> [(part.start, part.stop) for part in stripes(torch.empty(5, 1 << 19, device="meta"))]
     [(0, 2), (2, 4), (4, 5)]
     """
-    height = max(1, _AT_ONCE // max(1, matrix.shape[-1]))
+    height = max(1, (numbers or _AT_ONCE) // max(1, matrix[:1].numel()))
     for start in range(0, len(matrix), height):
         yield slice(start, min(start + height, len(matrix)))
 

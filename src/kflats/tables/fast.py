@@ -170,8 +170,8 @@ class FastCode:
         for here in range(0, len(chosen), _AT_ONCE):
             part = slice(here, here + _AT_ONCE)
             units, lost = self._units(chosen[part], scales[part]), chosen[part].clone()
+            far = units.abs() > _FAR * self._parts.half
             self._round_(units, lost, scales[part])
-            far = self._units(chosen[part], scales[part]).abs_() > _FAR * self._parts.half
             total += float(torch.where(far & (self.bits > 0), 0.0, lost.square_()).sum(dtype=torch.float64))
         return total / len(chosen)
 

@@ -575,8 +575,7 @@ def designed(made: Rounded, labels: Tensor) -> Quantizer:
         labels: (n,) int64, the class of each row, from 0 on.
     """
     count, (n, d) = int(labels.max()) + 1, made.targets.shape
-    step = max(1, _DESIGNED // max(1, d))
-    parts = [slice(first, first + step) for first in range(0, n, step)]
+    parts = list(stripes(made.targets, _DESIGNED))
     by_class, columns = torch.zeros(count, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
     for here in parts:
         sizes = made.targets[here].abs().to(torch.float64)

@@ -21,6 +21,7 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST, Tables, tables_for
 from kflats.numerics.gram import principal_axes
+from kflats.numerics.large_matrices import stripes
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, TensorRows, slices
 from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
@@ -28,7 +29,6 @@ RowBlock: TypeAlias = tuple[int, int, Tensor]
 """A class, the first of some rows in it, and their coordinates u (r, m) float32."""
 
 _BLOCK = 4096
-_AT_ONCE = 2**22  # integers of a basis that are looked at together
 _HALVINGS = 80
 _SAMPLE = 4096
 """Rows in the sample for the search of a step."""
@@ -84,14 +84,11 @@ def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
     return _coded(levels, scale)
 
 
-def _rows_at_once(levels: Tensor) -> int:
-    return max(1, _AT_ONCE // max(1, levels.shape[1]))
-
-
 def basis_contexts(levels: Tensor) -> Tensor:
     """(r,) int64, the distribution that each row of integers (r, d) follows: rows of about one mean magnitude share
     one."""
-    means = torch.cat([part.to(torch.float64).abs().mean(1) for part in levels.split(_rows_at_once(levels))])
+    parts = [levels[here].to(torch.float64).abs().mean(1) for here in stripes(levels)]
+    means = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     contexts: Tensor = torch.unique((means.clamp_min(1e-9).log2() * 2).floor(), return_inverse=True)[1]
     return contexts
 
@@ -101,11 +98,8 @@ def _coded(levels: Tensor, scale: Tensor) -> CodedBasis:
     number = int(contexts.max()) + 1 if len(contexts) else 0
     tables = tables_for(levels, contexts.unsqueeze(1).expand_as(levels), number)
     bits = torch.zeros(len(levels), dtype=torch.float64)
-    if levels.numel():
-        step = _rows_at_once(levels)
-        for first in range(0, len(levels), step):
-            here = slice(first, first + step)
-            bits[here] = tables.bits[contexts[here]].gather(1, levels[here].to(torch.int64).abs()).sum(1)
+    for here in stripes(levels):
+        bits[here] = tables.bits[contexts[here]].gather(1, levels[here].to(torch.int64).abs()).sum(1)
     return CodedBasis(levels, scale, tables, bits)
 
 

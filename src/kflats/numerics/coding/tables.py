@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.large_matrices import stripes
 
 FARTHEST = 16383
 """The largest magnitude of a symbol."""
@@ -39,7 +40,6 @@ _SIXTEENTHS = (
 
 
 _NEVER = MOST + 1
-_AT_ONCE = 2**22  # symbols that are counted at once
 _FREQUENCIES = np.array([*(_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)), 0], dtype=np.int64)
 """Of a symbol, by its cost; the last is that of symbols beyond reach."""
 
@@ -165,9 +165,8 @@ def tables_of(counts: Tensor, reach: Tensor) -> Tables:
 def tables_for(symbols: Tensor, contexts: Tensor, number: int) -> Tables:
     """The nearest ``number`` of tables to ``symbols``; ``contexts``, of their shape: which table each follows."""
     counts, reach = torch.zeros(number * len(KNOTS), dtype=torch.int64), torch.zeros(number, dtype=torch.int64)
-    step = max(1, _AT_ONCE // max(1, symbols[:1].numel()))
-    for part, own in zip(symbols.split(step), contexts.split(step), strict=True):
-        flat, table = part.flatten().to(torch.int64).abs(), own.flatten().to(torch.int64)
+    for here in stripes(symbols):
+        flat, table = symbols[here].flatten().to(torch.int64).abs(), contexts[here].flatten().to(torch.int64)
         counts += torch.bincount(table * len(KNOTS) + nearest_knot()[flat], minlength=len(counts))
         reach.scatter_reduce_(0, table, flat, "amax")
     return tables_of(counts.view(number, len(KNOTS)), reach)
