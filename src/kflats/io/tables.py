@@ -363,15 +363,14 @@ class _ArrowRows:
 
     def _piece_with(self, group: int, row: int) -> tuple[int, Tensor]:
         """The piece that holds a row of a group, and its first row."""
-        of, first, piece = self._held
-        if of != group or row < first:
+        if self._held[0] != group or row < self._held[1]:
             self._pieces = self._pieces_of(group)
-            self._held = _, first, piece = group, *next(self._pieces)
-        while row >= first + len(piece):
+            self._held = (group, *next(self._pieces))
+        while row >= self._held[1] + len(self._held[2]):
             if (following := next(self._pieces, None)) is None:  # reading failed before
                 raise _unreadable(self._path, ValueError("its rows end too early"))
-            self._held = _, first, piece = group, *following
-        return first, piece
+            self._held = (group, *following)
+        return self._held[1:]
 
     def _pieces_of(self, group: int) -> Iterator[tuple[int, Tensor]]:
         """The pieces of a group, each with its first row: (rows, d), in the type of the file."""
