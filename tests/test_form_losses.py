@@ -22,7 +22,7 @@ from kflats.evaluation.latency import Latency
 from kflats.evaluation.outputs import Judge
 from kflats.evaluation.proof import compare
 from kflats.io import load_model
-from kflats.matrices.running import integer_limit
+from kflats.matrices.integer_kernels import integer_limit
 from kflats.model.run_as import coded_layers, known_losses, set_run_form_
 from kflats.report.model_card import CARD
 from kflats.report.report import Report

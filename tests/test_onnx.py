@@ -38,7 +38,7 @@ from kflats.io import load_model
 from kflats.io.atomic import differences
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.registry import LowRankMatrix
-from kflats.matrices.running import IntegerProduct
+from kflats.matrices.running import RoundedMatrix
 from kflats.model.swap import swap_
 from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.encode import transform_code
@@ -392,7 +392,7 @@ def test_codes_give_the_integers_of_the_run_time_form(tmp_path: Path) -> None:
     x = torch.randn(3, 4, 48)
     made = in_integers(model, tmp_path, x)
     rows, scales = matrix.scaled(transposed=True)
-    product = IntegerProduct.of(rows, scales, WEIGHT_LIMIT)
+    product = RoundedMatrix.of(rows, scales, WEIGHT_LIMIT)
     ((numbers, _),) = factors(made.path)
     assert torch.equal(torch.from_numpy(numbers), product.numbers)
     assert float(scales.max() / scales.min()) > 2  # of the steps, not ones

@@ -24,9 +24,9 @@ from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
 from kflats.matrices import coded
 from kflats.matrices.coded import from_integers
+from kflats.matrices.integer_kernels import integer_limit
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, matrix_from_spec
-from kflats.matrices.running import integer_limit
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 

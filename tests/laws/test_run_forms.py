@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.machine import cpu_units
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
-from kflats.matrices import layers, running
+from kflats.matrices import integer_kernels, layers
 from kflats.matrices.coded import CodedMatrix, from_integers
+from kflats.matrices.integer_kernels import IntegerKernel, integer_kernel, integer_limit
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
+from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix
 from kflats.model import description
 from kflats.model.run_as import running_as
 
 FORMS: tuple[RunForm, ...] = get_args(RunForm)
+KERNELS = integer_kernels._candidates("cpu")
 NEAR = {"compact": 1e-6, "dense": 1e-6, "bfloat16": 0.02, "int8": 0.03 * 127 / integer_limit()}
 
 
@@ -201,10 +204,10 @@ def test_inputs_of_unlike_size_are_evened_out_by_the_steps_of_feedback() -> None
 def test_every_number_is_rounded_to_the_nearest_step() -> None:
     gen = torch.Generator().manual_seed(0)  # more numbers than are rounded at a time
     weight, scales = torch.randn(700, 300, generator=gen), 0.5 + torch.rand(300, generator=gen)
-    product = IntegerProduct.of(weight, scales)
-    steps, numbers = product.steps.unsqueeze(1), product.numbers.T.to(torch.float32)
+    rounded = RoundedMatrix.of(weight, scales, 90)
+    steps, numbers = rounded.steps.unsqueeze(1), rounded.numbers.T.to(torch.float32)
     assert bool(((numbers * steps - weight / scales).abs() <= 0.50001 * steps).all())
-    assert numbers.abs().amax(1).unique().tolist() == [integer_limit()]
+    assert numbers.abs().amax(1).unique().tolist() == [90]
 
 
 def test_axes_of_few_coordinates_stay_two_factors() -> None:
@@ -224,20 +227,41 @@ def test_recorded_graphs_use_the_codes() -> None:
     assert torch.allclose(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 17), (3, 384, 5), (33, 65, 64), (960, 384, 96)])
-def test_products_of_the_largest_integers_are_exact(shape: tuple[int, int, int]) -> None:
-    m, k, n = shape
-    for sign in (1, -1):
-        weight, x = torch.full((n, k), float(sign)), torch.ones(m, k)
-        assert torch.allclose(
-            IntegerProduct.of(weight, torch.ones(k))(x), torch.full((m, n), float(sign * k)), rtol=1e-5
-        )
+@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel.pack.__self__.__name__}-{kernel.most}")
+def kernel(request: pytest.FixtureRequest) -> IntegerKernel:
+    """Each that this CPU has."""
+    if not integer_kernels._is_exact(request.param, (5, 384, 60), "cpu"):
+        pytest.skip("not exact on this CPU, or not in this build of torch")
+    return cast(IntegerKernel, request.param)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 17), (3, 384, 5), (33, 65, 64), (320, 384, 96)])
+def test_products_are_those_of_whole_numbers(kernel: IntegerKernel, shape: tuple[int, int, int]) -> None:
+    """Of the largest integers of both signs, and of numbers between them that the kernel rounds to the nearest."""
+    (m, k, n), draws = shape, torch.Generator().manual_seed(0)
+    most, near = kernel.most, torch.rand(m, k, generator=draws) * 0.8 - 0.4
+    drawn = torch.randint(-most, most + 1, (m, k), generator=draws)
+    for whole, given in ((torch.full((m, k), most), 0.0), (torch.full((m, k), -most), 0.0), (drawn, near)):
+        numbers = torch.randint(-most, most + 1, (k, n), generator=draws).to(torch.int8)
+        numbers[:, 0] = most
+        sums = torch.empty(m, n, dtype=kernel.sums)
+        kernel.packed(numbers.clone()).sums_(sums, kernel.rounded(whole + given + torch.zeros(m, k)))
+        assert torch.equal(sums.to(torch.int64), whole @ numbers.to(torch.int64))
+
+
+def test_the_largest_integers_are_those_of_the_cpu() -> None:
+    """Its own units take integers to 127. Without them FBGEMM takes them to 90, and torch's product is not asked."""
+    chosen = integer_kernel.__wrapped__()
+    assert chosen.most == 127 or (not cpu_units() and chosen.most in (90, 63))
+    if not cpu_units() and "fbgemm" in torch.backends.quantized.supported_engines:
+        assert chosen.whole == torch.float32
 
 
 def test_a_cpu_whose_integers_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_int_mm", lambda left, right, out: out.zero_())
+    monkeypatch.setattr(integer_kernels._Fbgemm, "sums_", lambda self, sums, whole: sums.zero_())
+    monkeypatch.setattr(integer_kernels._Plain, "sums_", lambda self, sums, whole: sums.zero_())
     with pytest.raises(KflatsError, match="its products of integers are wrong"):
-        integer_limit.__wrapped__()
+        integer_kernel.__wrapped__()
 
 
 def no_kernel(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -250,7 +274,8 @@ def test_a_machine_without_products_of_integers_runs_the_other_forms(
 ) -> None:
     """Another processor, or another build of torch: int8 is refused where it is called, and auto takes another form."""
     monkeypatch.delattr(torch, "_int_mm") if missing is None else monkeypatch.setattr(torch, "_int_mm", missing)
-    integer_limit.cache_clear()
+    monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", ["none"])
+    integer_kernel.cache_clear()
     monkeypatch.setattr(forms, "_times", lambda model, allowed: {form: 1 / (1 + i) for i, form in enumerate(allowed)})
     model, x = net().requires_grad_(False), torch.randn(4, 64)
     try:
@@ -264,7 +289,7 @@ def test_a_machine_without_products_of_integers_runs_the_other_forms(
         losses = FormLoss("dense", 0.0, 0.0), FormLoss("bfloat16", 0.0, 0.0), FormLoss("int8", 0.0, 0.0, 127)
         assert forms.fastest(model, losses, 0.01, quiet=True) == "bfloat16"
     finally:
-        integer_limit.cache_clear()
+        integer_kernel.cache_clear()
 
 
 def test_int8_is_refused_where_it_has_no_kernel() -> None:
@@ -273,15 +298,19 @@ def test_int8_is_refused_where_it_has_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 17])
-def test_parts_of_a_batch_are_multiplied_as_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_batch_are_multiplied_as_the_whole(
+    rows: int, kernel: IntegerKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the last part is one row of a transposed batch, which torch multiplies wrongly as it is."""
-    product = IntegerProduct.of(torch.randn(24, 64), torch.rand(64) + 0.5)
+    weight, scales = torch.randn(24, 64), torch.rand(64) + 0.5
+    rounded = RoundedMatrix.of(weight, scales, kernel.most)
+    product = IntegerProduct(kernel.packed(rounded.numbers.clone()), rounded.steps, scales, kernel)
     for x in (torch.randn(rows, 64), torch.randn(64, rows).T, torch.randn(1, 64, rows).transpose(1, 2)):
         whole = product(x.contiguous().clone())
         for most in (1, 64, 128, 2**19):
-            monkeypatch.setattr(running, "_MULTIPLIED", most)
+            monkeypatch.setitem(integer_kernels._MULTIPLIED, "cpu", most)
             torch.testing.assert_close(product(x), whole, rtol=0, atol=0)
-            near = x.reshape(-1, 64) @ (product.numbers.float() * product.steps * product.scales.unsqueeze(1))
+            near = x.reshape(-1, 64) @ (rounded.numbers.float() * rounded.steps * scales.unsqueeze(1))
             assert float((product(x).reshape(near.shape) - near).norm()) < 0.05 * float(near.norm())
 
 

@@ -15,7 +15,7 @@ from kflats.common.texts import Tokenizer
 from kflats.evaluation.latency import DRAWN_SHAPES, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs
 from kflats.evaluation.running import device_of, modality_of
-from kflats.matrices.running import integer_limit
+from kflats.matrices.integer_kernels import integer_limit
 from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_, warn_without_effect
 from kflats.model.weights import is_kflats_config, pretrained_models
 

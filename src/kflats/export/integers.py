@@ -28,7 +28,7 @@ from kflats.common.release import needed
 from kflats.matrices.base import Matrix
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredHead, FactoredLinear
-from kflats.matrices.running import IntegerProduct
+from kflats.matrices.running import RoundedMatrix
 from kflats.model.swap import Swaps
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
 
@@ -104,7 +104,7 @@ class Joint:
         scales: (in,), by which inputs are multiplied; None: all of them are 1.
     """
 
-    def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
+    def __init__(self, products: Sequence[RoundedMatrix], scales: Tensor | None) -> None:
         self.products, self.scales = products, scales
         self._numbers = [_padded_outputs(product.numbers) for product in products]
         self._steps = [_padded_outputs(product.steps * _STEP) for product in products]
@@ -197,7 +197,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         found = {name: part for name in names if (part := parts[name]) is not None}
         scales = torch.stack([own.log() for _, own in found.values()]).mean(0).exp()
         shared = None if bool((scales == 1).all()) else scales
-        joint = Joint([IntegerProduct.of(matrix, scales, WEIGHT_LIMIT) for matrix, _ in found.values()], shared)
+        joint = Joint([RoundedMatrix.of(matrix, scales, WEIGHT_LIMIT) for matrix, _ in found.values()], shared)
         for index, name in enumerate(found):
             layers[name].register_module("recorded", Integers(joint, index))
     return (*floats, *(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)))

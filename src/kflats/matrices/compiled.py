@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kflats.matrices.base import Matrix, is_exporting
-from kflats.matrices.running import INTEGER_DEVICES, LEAST, IntegerProduct, check_width
+from kflats.matrices.integer_kernels import INTEGER_DEVICES, integer_kernel
+from kflats.matrices.running import LEAST, IntegerProduct, check_width
 
 
 class Numbered(Protocol):
@@ -94,14 +95,21 @@ def _as_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) -> Tens
 
 @torch.library.impl(_SUMS, INTEGER_DEVICES)
 def _integer_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write (rows, in) int8 times the integers of a layer into ``sums``, (rows, out) int32: memory that the graph uses
-    again. New memory of this size takes long to get from the system."""
-    _product(layer, tensors).sums_(sums, whole)
+    """Write (rows, in) integers times those of a layer into ``sums``, (rows, out): memory that the graph uses again.
+    New memory of this size takes long to get from the system."""
+    _product(layer, tensors).packed.sums_(sums, whole)
 
 
 @torch.library.register_fake(_SUMS)  # type: ignore[untyped-decorator]
 def _no_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tensor]) -> None:
     pass
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _integer_types(kind: str) -> tuple[torch.dtype, torch.dtype]:
+    """The types of inputs and sums of the kernel for such a device: found while a graph is made."""
+    kernel = integer_kernel(kind)
+    return kernel.whole, kernel.sums
 
 
 def multiplied_as_integers(
@@ -112,8 +120,9 @@ def multiplied_as_integers(
     constants = torch.ops.kflats.integer_constants(layer, tensors, inputs + outputs + 1)
     rows = x.reshape(-1, inputs) * constants[:inputs]
     largest = rows.abs().amax(1, keepdim=True).clamp_min(LEAST)
-    whole = (rows / (largest / constants[-1])).round().to(torch.int8)
-    sums = rows.new_empty(len(rows), outputs, dtype=torch.int32)
+    of_whole, of_sums = _integer_types(x.device.type)
+    whole = (rows / (largest / constants[-1])).round().to(of_whole)
+    sums = rows.new_empty(len(rows), outputs, dtype=of_sums)
     torch.ops.kflats.integer_sums_(sums, whole, layer, tensors)
     # Of at most four tensors, so that inductor computes it where it is used, without a pass of its own.
     out: Tensor = sums.to(torch.float32) * largest * constants[inputs:-1]

@@ -28,9 +28,10 @@ from kflats.common.schema import JsonObject
 from kflats.common.torch_settings import one_thread
 from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
+from kflats.matrices.integer_kernels import INTEGER_DEVICES
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
-from kflats.matrices.running import INTEGER_DEVICES, IntegerProduct, Product, check_width
+from kflats.matrices.running import IntegerProduct, Product, check_width
 
 
 class HoldsMatrix(ABC):
