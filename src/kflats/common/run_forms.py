@@ -21,7 +21,7 @@ class FormLoss:
     Args:
         form: "dense", "bfloat16" or "int8"; "compact" computes what "dense" does.
         loss, tail_loss: as ``Outputs`` has them: the mean, and the 95th percentile over samples.
-        integers: where integers end in "int8": 127, or 63 on CPUs without VNNI units, which lose more.
+        integers: where integers end in "int8": 127, or 90 on CPUs without VNNI units, which lose more.
     """
 
     form: RunForm

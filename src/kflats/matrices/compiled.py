@@ -105,11 +105,14 @@ def _no_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tens
     pass
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _integer_types(kind: str) -> tuple[torch.dtype, torch.dtype]:
-    """The types of inputs and sums of the kernel for such a device: found while a graph is made."""
+    """The types of inputs and sums of the kernel for such a device: a constant of the graph."""
     kernel = integer_kernel(kind)
     return kernel.whole, kernel.sums
+
+
+# As ``torch.compiler.assume_constant_result`` does, which imports the compiler: that takes seconds.
+_integer_types.__dict__["_dynamo_marked_constant"] = True
 
 
 def multiplied_as_integers(
