@@ -12,6 +12,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from _runs import Asked, Run, libraries
@@ -65,16 +66,22 @@ def paired(first: Mapping[object, float], second: Mapping[object, float]) -> Pai
     >>> str(paired({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 1.1, 2: 1.9}))
     '+1.00 [+0.75, +1.25]'
     """
-    from scipy.stats import ttest_1samp
-
     differences = [first[key] - second[key] for key in first if key in second]
     if not differences:
         return None
     mean = statistics.fmean(differences)
     if len(differences) < 2 or max(differences) - min(differences) < 1e-12:
         return Paired(mean, None, None, len(differences))
-    low, high = ttest_1samp(differences, 0.0).confidence_interval(0.95)
-    return Paired(mean, float(low), float(high), len(differences))
+    half = _student(len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return Paired(mean, mean - half, mean + half, len(differences))
+
+
+@cache
+def _student(freedom: int) -> float:
+    """Between minus this and this Student's t lies with a chance of 95 %."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, freedom))
 
 
 def model_of(run: Run) -> tuple[int, float]:
@@ -122,6 +129,38 @@ class Results:
     def cell(self, method: str, size: str, tasks: Sequence[str], seeds: int) -> str:
         """Mean and standard deviation over seeds; how many seeds, where not all have run."""
         return spread(list(self.by_seed([method], size, tasks)[0].values()), seeds)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The method of the least mean drop among some, beside another method.
+
+    Args:
+        name: the method. lost: its drops by seed. ours: those of the other method, of the same seeds.
+        missing: methods that have no runs of all these seeds, so that they were not compared.
+    """
+
+    name: str
+    lost: Mapping[int, float]
+    ours: Mapping[int, float]
+    missing: tuple[str, ...]
+
+    @property
+    def half(self) -> Paired | None:
+        """Half of what it loses, less ours: above 0 where ours is at most half."""
+        return paired({seed: value / 2 for seed, value in self.lost.items()}, self.ours)
+
+
+def best_of(results: Results, ours: str, theirs: Sequence[str], size: str, task: str) -> Best | None:
+    """The best of ``theirs`` among those that have runs of all seeds of ``ours``; None if there is none."""
+    seeds = results.by_seed([ours], size, [task])[0].keys()
+    each = {other: results.by_seed((ours, other), size, [task]) for other in theirs}
+    whole = {other: both for other, both in each.items() if seeds and both[1].keys() == seeds}
+    if not whole:
+        return None
+    name = min(whole, key=lambda other: statistics.fmean(whole[other][1].values()))
+    own, lost = whole[name]
+    return Best(name, lost, own, tuple(other for other in theirs if other not in whole))
 
 
 def spread(values: Sequence[float], wanted: int, digits: int = 2) -> str:

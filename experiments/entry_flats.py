@@ -17,7 +17,7 @@ sum.
 The fit takes longer than one of distances, from which it starts, and has flats of equal rank only; ``Entrywise`` (one
 flat) and ``Flats(error=Power(1))`` are what kflats offers.
 
-    python experiments/entry_flats.py
+    python experiments/entry_flats.py --write experiments/results
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import argparse
 from dataclasses import dataclass
 
 import torch
-from _results import markdown, parsed
+from _results import markdown, parsed, publish
 from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
@@ -239,13 +239,20 @@ QUICK = {"seeds": 1}
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    lines = []
-    for seed in range(parsed(parser, argv, QUICK).seeds):
+    asked, rows = parsed(parser, argv, QUICK), []
+    for seed in range(asked.seeds):
         _, spoilt, truth = planted(seed=seed)
-        fits = [entry_flats(spoilt, 3, 3), fit_flats(spoilt, 3, rank=3, error=Power(1)), fit_flats(spoilt, 3, rank=3)]
-        lines.append([seed, *(f"{adjusted_rand_score(truth.numpy(), fit.labels.numpy()):.3f}" for fit in fits)])
-    print("Adjusted Rand index of the labels, 3 % of the entries spoilt")
-    print(markdown(["seed", "entries, p = 1", "distances, q = 1", "squared distances"], lines))
+        fits = {
+            "entries": entry_flats(spoilt, 3, 3),
+            "distances": fit_flats(spoilt, 3, rank=3, error=Power(1)),
+            "squares": fit_flats(spoilt, 3, rank=3),
+        }
+        found = {name: adjusted_rand_score(truth.numpy(), fit.labels.numpy()) for name, fit in fits.items()}
+        rows.append({"seed": seed, **found})
+    lines = [[row["seed"], *(f"{row[name]:.3f}" for name in ("entries", "distances", "squares"))] for row in rows]
+    table = markdown(["seed", "entries, p = 1", "distances, q = 1", "squared distances"], lines)
+    body = f"Adjusted Rand index of the labels; 750 rows of three planted flats, 3 % of the entries spoilt.\n\n{table}"
+    publish("entry_flats", "Flats where entries are spoilt", body, {"rows": rows}, asked)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import (
     Results,
+    best_of,
     by_size,
     drop,
     figure,
     markdown,
     orderings,
-    paired,
     publish,
     spread,
     told,
@@ -262,18 +262,12 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
     before = Results(runs, drop)
     rows = []
     for (size, shown), task in ((size, task) for size in sizes for task in tasks):
-        ours = before.by_model(OURS, size, task)
-        others = {m: before.by_model(m, size, task) for m in theirs}
-        missing = [m.removeprefix("MESSI, ") for m, by in others.items() if not by or not set(by) >= set(ours)]
-        others = {m: {s: v / 2 for s, v in by.items()} for m, by in others.items() if by and set(by) >= set(ours)}
-        if not ours or not others:
+        best = best_of(before, OURS, theirs, size, task)
+        if best is None or best.half is None:
             continue
-        best = min(others, key=lambda m: sum(others[m][s] for s in ours))
-        found = paired(others[best], ours)
-        if found is not None:
-            lost = spread([2 * others[best][s] for s in ours], len(ours))
-            own = spread(list(ours.values()), len(ours))
-            rows.append([task, shown, own, lost, best, found.judged, ", ".join(missing) or "-"])
+        lost, own = (spread(list(values.values()), len(values)) for values in (best.lost, best.ours))
+        missing = ", ".join(method.removeprefix("MESSI, ") for method in best.missing) or "-"
+        rows.append([task, shown, own, lost, best.name, best.half.judged, missing])
     head = ["task", "size", OURS, "the best of the paper", "which", "half of it less ours", "not run for all seeds"]
     return markdown(head, rows) if rows else "Not run."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,48 @@ def test_without_logs_nothing_is_claimed_of_runs(tmp_path: Path) -> None:
         for claim in claims:
             if not isinstance(claim.ours, str):
                 assert claim.ours(tmp_path) == "not run"
+
+
+NUMBERED = {
+    "MESSI": {"figure": [*range(1, 17)], "table": [1, 2, 3]},
+    "FWSVD": {"figure": [*range(1, 10)], "table": [1, 2, 3, 4], "equation": [5, 6]},
+    "Robust SVD": {
+        "figure": [1, 2, 3, "A1"],
+        "table": [1, 2, 3],
+        "algorithm": [1, "A1"],
+        "definition": [1],
+        "theorem": [2, 5, 6, 7],
+        "claim": [3],
+        "lemma": [4],
+        "remark": [8],
+    },
+}
+"""What the papers number."""
+
+
+def named(text: str) -> set[tuple[str, str]]:
+    """Figures, tables and statements that a text names: "figures 2 to 4, 6a" are five."""
+    found = set()
+    for kind, numbers in re.findall(r"([a-z]+?)s? ((?:A?\d+[ab]?(?:, | and | to |\b))+)", text):
+        for first, last in re.findall(r"(A?\d+)[ab]?(?: to (\d+))?", numbers):
+            found |= {(kind, first)} if not last else {(kind, str(n)) for n in range(int(first), int(last) + 1)}
+    return found
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_all_that_a_paper_numbers_has_a_row_or_is_said_to_claim_nothing(paper: str) -> None:
+    (claims, none) = next((claims, none) for title, claims, none in reproduction.PAPERS if title.startswith(paper))
+    there = set().union(named(none), *(named(claim.where) for claim in claims))
+    wanted = {(kind, str(number)) for kind, numbers in NUMBERED[paper].items() for number in numbers}
+    assert wanted - there == set()
+
+
+def test_tests_that_the_page_names_exist(repository: Path) -> None:
+    commands = [claim.command for _, claims, _ in reproduction.PAPERS for claim in claims if "pytest" in claim.command]
+    assert commands
+    for command in commands:
+        path, words = re.fullmatch(r"python -m pytest (\S+) -k (\w+)", command).groups()  # type: ignore[union-attr]
+        assert re.search(rf"^def test_\w*{words}", (repository / path).read_text(encoding="utf-8"), re.M), command
 
 
 @pytest.mark.parametrize(

@@ -508,6 +508,41 @@ def test_rows_that_float32_cannot_bring_to_length_1(p):
     assert Lewis().fit(deficient, p).rank == 4
 
 
+# Theorem 2
+
+
+def smallest_around(points, weights, steps=4000):
+    """M of {x'M^-1 x <= d}, the smallest ellipsoid around points and their mirror images, from positive weights."""
+    d = points.shape[1]
+    for _ in range(steps):
+        m = points.T @ (points * weights[:, None])
+        weights = weights * np.einsum("nd,dn->n", points, np.linalg.solve(m, points.T)) / d
+    return points.T @ (points * weights[:, None])
+
+
+def test_theorem_2_the_smallest_ellipsoid_is_one_from_any_start():
+    """L is the hull of points and their mirror images: L lies in E, and E/sqrt(d) in L, by their support functions."""
+    draw = np.random.default_rng(0)
+    points, d = draw.normal(size=(12, 3)), 3
+    first, other = (smallest_around(points, draw.dirichlet(np.full(12, spread))) for spread in (100.0, 0.5))
+    np.testing.assert_allclose(first, other, rtol=1e-3, atol=1e-3 * np.abs(first).max())
+    assert np.einsum("nd,dn->n", points, np.linalg.solve(first, points.T)).max() <= d * (1 + 1e-3)
+    y = draw.normal(size=(2000, d))
+    width = np.abs(y @ points.T).max(1) / np.sqrt(np.einsum("nd,de,ne->n", y, first, y))
+    assert width.min() >= 1 - 1e-3
+
+
+def test_theorem_2_others_lie_between_as_well():
+    """Around the unit ball of R^3 two larger balls: definition 1 holds of both, though neither is the smallest."""
+    a, x = torch.eye(3, dtype=F64), gaussian(3, 200)
+    for radius in (1.2, 1.7):
+        ball = Ellipsoid(torch.full((3,), 1 / radius, dtype=F64), torch.eye(3, dtype=F64), 2.0, 3.0, 0, True)
+        ratio = ratios(a, ball, x)
+        assert 1 < ratio.min() <= ratio.max() < 3
+    ball = Ellipsoid(torch.full((3,), 1 / 1.8, dtype=F64), torch.eye(3, dtype=F64), 2.0, 3.0, 0, True)
+    assert ratios(a, ball, x).max() > 3, "beyond sqrt(3) it does not"
+
+
 # The real table
 
 

@@ -16,8 +16,11 @@ from entry_flats import entry_flats, l1_coordinates, planted
 from sketched_ellipsoids import LewisSample, Sketch
 
 from kflats.common.errors import KflatsError
+from kflats.methods import MESSI, Problem
+from kflats.methods.protocol import label_bytes
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.robust_svd import Lewis
+from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
 
 F64 = torch.float64
@@ -48,6 +51,24 @@ def test_wrong_entries_do_not_turn_flats(p):
     assert float((made - clean).norm() / clean.norm()) < 0.01
     assert fit.error == pytest.approx(float((spoilt.double() - made.double()).abs().pow(p).sum()), rel=1e-4)
     assert adjusted_rand_score(truth.numpy(), fit_flats(spoilt, 3, rank=3).labels.numpy()) < 0.5
+
+
+def test_figures_3_and_4_of_messi():
+    """Numbers of figure 3, 20 x 10 by two flats of 3; and 120 points near three lines, which a plane fits worse."""
+    a = gaussian(20, 10)
+    flats = MESSI(k=2, restarts=1).fit(Problem(TensorRows(a), 120 * 4 + label_bytes(20, 2), 4, seed=0)).matrix
+    assert sum(p.numel() for p in flats.parameters()) == 20 * 3 + 2 * 3 * 10 == 120
+    lines = torch.linalg.qr(gaussian(3, 3, 1)).Q[torch.arange(120) % 3] * gaussian(120, 1, 2) + 0.02 * gaussian(120, 3)
+    budget = 129 * 4 + label_bytes(120, 3)
+    three = MESSI(k=3, restarts=3).fit(Problem(TensorRows(lines), budget, 4, seed=0)).matrix
+    assert sum(p.numel() for p in three.parameters()) == 120 + 3 * 3 == 129
+    plane = truncated_svd(lines, 2)
+    assert plane.coordinates.numel() + plane.basis.numel() == 246
+    assert float((lines - three.dense().detach()).square().sum()) < plane.error / 20
+    # Figure 7: a row of U has numbers in the columns of its flat alone, zeros in the others; U V is the same matrix.
+    u = torch.zeros(120, 3, dtype=F64)
+    u[torch.arange(120), three.labels.long()] = three.weight.detach().double().flatten()[three.position.long()]
+    torch.testing.assert_close(u @ three.basis.detach().double(), three.dense().detach().double())
 
 
 def test_l1_coordinates_of_one_direction_are_weighted_medians():

@@ -286,6 +286,29 @@ def test_theorem_5s_upper_bound_needs_the_next_sigma():
     assert found.error <= found.error_at_most <= proved < printed / 90
 
 
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
+def test_theorem_5s_upper_bound_holds_with_the_next_sigma(p):
+    """d^(1+p/2) sigma_(k+1)^p, on matrices with steep and flat spectra; a factor of the dimension is needed."""
+    d, shares = 5, []
+    for seed in range(6):
+        a = draw(60, d, seed) * torch.logspace(0, -seed / 2, d, dtype=F64)
+        for k in range(1, d):
+            found = robust_svd(a, k, p)
+            shares.append(powers(a - built(found), p) / float(found.axes[k]) ** p)
+    assert max(shares) <= d ** (1 + p / 2)
+    assert max(shares) > 1
+
+
+def test_claim_3_does_not_say_what_theorem_5_uses():
+    """|Dx| >= sigma_d holds for unit x; of D - D_k, whose least singular value is 0, it does not."""
+    axes = robust_svd(draw(60, 5), 2, 1.0, ellipsoid=Lewis()).ellipsoid.axes
+    x = torch.nn.functional.normalize(torch.cat([draw(200, 5, 1), torch.eye(5, dtype=F64)]), dim=1)
+    assert float((x * axes).norm(dim=1).min()) >= float(axes[-1]) * (1 - 1e-12)
+    rest = axes.clone()
+    rest[:2] = 0
+    assert float((x * rest).norm(dim=1).min()) < float(axes[-1]) / 10
+
+
 def test_line_4_must_square_the_radius():
     """For A = (I; I)/20, ||Ax||_1 <= 1 reaches 10: its ball is F = 100 I, and F = r I stops at sqrt 10."""
     a, x = torch.eye(2, dtype=F64).repeat(2, 1) / 20, torch.tensor([10.0, 0.0], dtype=F64)
