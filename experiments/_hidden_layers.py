@@ -20,9 +20,13 @@ from _tables import Results, Value, by_size, drop, figure, orderings, publish, t
 
 import kflats
 from kflats import MESSI, SVD, KMeansSVD, KroneckerFisher, Projections, Recipe, Uniform
+from kflats.calibration.objectives import describe
+from kflats.recipe.recipe import brief
 
 OURS = "kflats"
 HIDDEN = ("fc0", "fc1")
+OBJECTIVE, SAMPLES = Projections(of="logits", seed=0, normalized=False), 512
+"""What kflats' default is measured by: gradients of the logits, on so many training images."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,16 @@ class Subject:
 
 def methods(ks: list[int], restarts: int) -> dict[str, tuple[Recipe, Mapping[str, Any], str]]:
     """Recipe, what decides it, and the name of its algorithm, by name in tables."""
-    found: dict[str, tuple[Recipe, Mapping[str, Any], str]] = {"SVD": (Recipe(SVD(), Uniform()), {"k": 1}, "svd")}
+    found: dict[str, tuple[Recipe, Mapping[str, Any], str]] = {}
+    uniform: dict[str, Any] = {"allocation": "uniform"}
+    found["SVD"] = Recipe(SVD(), Uniform()), uniform | {"k": 1}, "svd"
     for k in ks:
-        decides = {"k": k, "restarts": restarts}
+        decides = uniform | {"k": k, "restarts": restarts}
         found[f"MESSI, k = {k}"] = Recipe(MESSI(k=k, restarts=restarts), Uniform()), decides, "messi"
         found[f"k-means, k = {k}"] = Recipe(KMeansSVD(k=k, restarts=restarts), Uniform()), decides, "k-means"
-    found[OURS] = Recipe(SVD(), KroneckerFisher()), {"importance": "kronecker of the logits"}, "kronecker"
+    ours = Recipe(SVD(), KroneckerFisher())
+    measured = {"importance": brief(ours.importance), "objective": describe(OBJECTIVE), "samples": SAMPLES}
+    found[OURS] = ours, {"allocation": "auto"} | measured, "kronecker"
     return found
 
 
@@ -83,20 +91,18 @@ class HiddenLayers:
         self.ks = [int(k) for k in self.own.ks.split(",")]
         self.originals: dict[int, float] = {}
 
-    def compute(self, recipe: Recipe, keep: str, seed: int) -> Scores:
+    def compute(self, recipe: Recipe, decides: Mapping[str, Any], keep: str, seed: int) -> Scores:
         """Compress, judge, train, judge."""
         trained = self.subject.trained(seed)
         learnt, judged = trained.learnt, trained.judged
         if seed not in self.originals:
             self.originals[seed] = accuracy(trained.model, judged.images, judged.classes)
         model = copy.deepcopy(trained.model)
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"allocation": decides["allocation"]}
         if recipe.importance.needs:
-            chosen = torch.randperm(len(learnt), generator=torch.Generator().manual_seed(seed))[:512]
-            more = {"calibration": [{"x": learnt.images[i], "labels": learnt.classes[i]} for i in chosen.split(64)]}
-            more |= {"objective": Projections(of="logits", seed=0, normalized=False)}
-        else:
-            more = {"allocation": "uniform"}
+            chosen = torch.randperm(len(learnt), generator=torch.Generator().manual_seed(seed))[:SAMPLES]
+            more["calibration"] = [{"x": learnt.images[i], "labels": learnt.classes[i]} for i in chosen.split(64)]
+            more["objective"] = OBJECTIVE
         report = kflats.compress_(model, dict.fromkeys(HIDDEN, recipe), keep=keep, seed=seed, quiet=True, **more)
         after = accuracy(model, judged.images, judged.classes)
         train_(model, learnt, self.own.epochs, seed=seed)
@@ -130,7 +136,7 @@ class HiddenLayers:
                         algorithms=(self.subject.algorithm, algorithm),
                         data=self.subject.digest(),
                     )
-                    yield place, partial(self.compute, recipe, keep, seed)
+                    yield place, partial(self.compute, recipe, decides, keep, seed)
 
     def publish(self, log: Log) -> None:
         """The page and the figures of what has run."""

@@ -59,8 +59,7 @@ class Cell:
     @cached_property
     def key(self) -> str:
         """A digest of everything that decides the result."""
-        decides = asdict(self) | {"algorithms": versions_of(self.algorithms), "libraries": libraries()}
-        return digest_of(decides)[:20]
+        return _key_of(asdict(self) | {"algorithms": versions_of(self.algorithms), "libraries": libraries()})
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,18 @@ class Run:
     commit: str
 
     @property
+    def key_of_content(self) -> str:
+        """The key by all that the line says of what decided the run."""
+        return _key_of({name: getattr(self, name) for name in (*(f.name for f in fields(Cell)), "libraries")})
+
+    @property
     def is_current(self) -> bool:
         """Whether its algorithms are still those of today."""
         return all(VERSIONS.get(name) == number for name, number in self.algorithms.items())
+
+
+def _key_of(decides: Mapping[str, Any]) -> str:
+    return digest_of(decides)[:20]
 
 
 def digest_of(decides: Mapping[str, Any]) -> str:

@@ -23,7 +23,9 @@ from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights
 from torch import Tensor
 
 from kflats import RowFisher, TaskLoss, measure
+from kflats.calibration.objectives import describe
 from kflats.model.weights import dense_weight
+from kflats.recipe.recipe import brief
 
 GROUPS = 10
 METHODS = {"SVD": "svd", "FWSVD": "row-fisher"}
@@ -54,7 +56,9 @@ class Groups(TaskExperiment):
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
-        self.recipe = {"samples": self.own.samples, "groups": GROUPS}
+        recipe: dict[str, Any] = {"samples": self.own.samples, "groups": GROUPS}
+        measured = {"importance": brief(RowFisher()), "objective": describe(TaskLoss())}
+        self.recipes = {"SVD": recipe, "FWSVD": recipe | measured}
 
     def removals(self, model: TaskModel, method: str) -> Removals:
         """What ``groups`` gives for each linear layer, by its name."""
@@ -99,13 +103,13 @@ class Groups(TaskExperiment):
             for method, algorithm in METHODS.items():
                 removals = cache(partial(self.removals, model, method))
                 for group in range(GROUPS):
-                    place = self.place(model, method, f"group {group + 1}", 0, self.recipe, (algorithm,))
+                    place = self.place(model, method, f"group {group + 1}", 0, self.recipes[method], (algorithm,))
                     yield place, partial(self.compute, model, removals, group)
 
     def publish(self, log: Log) -> None:
         """The page and the figure of what has run."""
         asked = self.asked
-        runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
+        runs = self.runs_of(log, lambda run: run.recipe == self.recipes.get(run.method))
         results, errors = Results(runs, drop), Results(runs, lambda run: 100 * (run.error or 0.0))
         values = Results(runs, lambda run: run.more["singular_value"])
         sizes = [(f"group {g}", f"{g}") for g in range(1, GROUPS + 1)]

@@ -34,9 +34,10 @@ from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights, wit
 
 import kflats
 from kflats import SVD, KroneckerFisher, Projections, Recipe, RowFisher, TaskLoss, Uniform
-from kflats.calibration.objectives import Objective
+from kflats.calibration.objectives import Objective, describe
 from kflats.importance import Importance
 from kflats.recipe.budget import Allocation
+from kflats.recipe.recipe import brief
 
 OWN: dict[str, Any] = {"ratios": "33", "before": "10,20,33,45,60", "epochs": 3, "samples": 512}
 OWN |= {"paths": "task,generic"}
@@ -56,6 +57,11 @@ class Way:
     allocation: Allocation
     algorithm: str
 
+    def decides(self, objective: Objective, samples: int) -> dict[str, Any]:
+        """What the log keeps of the recipe; gradients where the importance is measured."""
+        shown = {"samples": samples, "importance": brief(self.importance), "allocation": self.allocation}
+        return shown | ({"objective": describe(objective)} if self.importance.needs else {})
+
 
 DEFAULT = "kflats, default"
 WAYS = {
@@ -67,6 +73,8 @@ WAYS = {
 GENERIC = ", generic first"
 WITHOUT_LABELS = ("SVD", "FWSVD", "kflats")
 """The ways that differ where there are no labels."""
+UNLABELLED = Projections(of="pooled", seed=0)
+"""The gradients of those."""
 
 
 def compress(model: Any, way: Way, keep: str, batches: list[Any], objective: Objective) -> Any:
@@ -85,7 +93,10 @@ class Factorized(TaskExperiment):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self.ratios, self.before = (list(filter(None, of.split(","))) for of in (self.own.ratios, self.own.before))
-        self.recipe = {"samples": self.own.samples}
+        self.recipes: dict[str, dict[str, Any]] = {NONE: {"samples": self.own.samples}}
+        for name, way in WAYS.items():
+            self.recipes[name] = way.decides(way.objective, self.own.samples)
+            self.recipes[name + GENERIC] = way.decides(UNLABELLED, self.own.samples)
 
     @property
     def page(self) -> str:
@@ -115,7 +126,7 @@ class Factorized(TaskExperiment):
             {name: tensor for name, tensor in batch.items() if name != "labels"}
             for batch in (model.batches(small, self.own.samples, 16) if way.importance.needs else [])
         ]
-        report = compress(base, way, keep, unlabelled, Projections(of="pooled", seed=0))
+        report = compress(base, way, keep, unlabelled, UNLABELLED)
         model.train_(small, model.training.epochs)
         return self.scores(model, report, None, model.score(small))
 
@@ -137,22 +148,23 @@ class Factorized(TaskExperiment):
         paths, epochs = self.own.paths.split(","), self.own.epochs
         for model in self.models():
             if epochs:
-                place = self.place(model, NONE, "100%", epochs, self.recipe, ())
+                place = self.place(model, NONE, "100%", epochs, self.recipes[NONE], ())
                 yield place, partial(self.from_task, model, None, "", epochs)
             asked = [(ratio, 0) for ratio in self.before] + [(ratio, epochs) for ratio in self.ratios if epochs]
             for (ratio, trained), (name, way) in itertools.product(asked, WAYS.items()):
                 keep = f"{ratio}% ranks"
                 if "task" in paths:
-                    place = self.place(model, name, keep, trained, self.recipe, (way.algorithm,))
+                    place = self.place(model, name, keep, trained, self.recipes[name], (way.algorithm,))
                     yield place, partial(self.from_task, model, way, keep, trained)
                 if "generic" in paths and trained and name in WITHOUT_LABELS:
-                    place = self.place(model, name + GENERIC, keep, trained, self.recipe, (way.algorithm,))
+                    other = name + GENERIC
+                    place = self.place(model, other, keep, trained, self.recipes[other], (way.algorithm,))
                     yield place, partial(self.from_generic, model, way, keep)
 
     def publish(self, log: Log) -> None:
         """The page and the figures of what has run."""
         asked, own = self.asked, self.own
-        runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
+        runs = self.runs_of(log, lambda run: run.recipe == self.recipes.get(run.method))
         claims = [("FWSVD", "SVD"), (DEFAULT, "FWSVD"), (DEFAULT, "SVD"), ("kflats", "FWSVD"), ("kflats", "SVD")]
         generic = [(a + GENERIC, b + GENERIC) for a, b in claims if a != DEFAULT] + [(f"SVD{GENERIC}", "SVD")]
         seeds = len(asked.seeds)

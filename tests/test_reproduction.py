@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,18 @@ pytest.importorskip("reproduction", reason="experiments/ is not here")
 pytest.importorskip("scipy")
 pytest.importorskip("transformers")
 
+import _hidden_layers
+import fwsvd_groups
+import fwsvd_tasks
+import messi_same_size
+import messi_search
+import messi_tasks
+import messi_variants
 import reproduction
-from _runs import Log
+import robust_scores
+from _runs import Log, asked_for
+
+from kflats import RowFisher, TaskLoss
 
 
 def test_the_page_is_what_the_logs_say(repository: Path) -> None:
@@ -78,7 +91,47 @@ def test_committed_runs_come_from_commits_and_can_be_read(log: Path) -> None:
     runs = Log(log).runs
     assert runs
     for run in runs:
+        assert run.key == run.key_of_content, "--resume finds it by what the line says"
         assert "dirty" not in run.commit
         assert run.commit != "unknown"
         assert json.dumps(run.more)
     assert (log.with_suffix(".md")).is_file(), "the table that the log gives"
+
+
+RECIPES: dict[str, Callable[[], dict[str, Any]]] = {
+    "fwsvd_groups": lambda: fwsvd_groups.Groups(asked_for(None, "", fwsvd_groups.OWN, argv=[])).recipes,
+    "fwsvd_tasks": lambda: fwsvd_tasks.Factorized(asked_for(None, "", fwsvd_tasks.OWN, argv=[])).recipes,
+    "messi_lenet": lambda: {name: of for name, (_, of, _) in _hidden_layers.methods([2, 5], 10).items()},
+    "messi_same_size": lambda: dict.fromkeys(
+        ("MESSI, k = 7, j = 125", messi_same_size.NOISE),
+        messi_same_size.SameSize(asked_for(None, "", messi_same_size.OWN, argv=[])).recipe,
+    ),
+    "messi_search": lambda: {
+        **dict.fromkeys(
+            messi_search.METHODS.values(), messi_search.Search(asked_for(None, "", messi_search.OWN, argv=[])).recipe
+        ),
+        "SVD": messi_tasks.way(1, 1).decides,
+    },
+    "messi_tasks": lambda: {
+        by.name: by.decides for by in (*(messi_tasks.way(k, 10) for k in (1, 2, 3, 5, 10)), messi_tasks.DEFAULT)
+    },
+    "messi_variants": lambda: {by.name: by.decides for by in messi_variants.ways(5, 10)},
+    "robust_scores": lambda: {name: {"method": name} for name in robust_scores.METHODS},
+}
+RECIPES["messi_vgg"] = RECIPES["messi_lenet"]
+"""The recipe of each method as today's command writes it, by log."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_of_committed_runs_are_those_of_the_commands(name: str, repository: Path, minilm: Path) -> None:
+    recipes = RECIPES[name]()
+    log = Log(repository / "experiments" / "results" / f"{name}.jsonl")
+    assert [run.method for run in log.runs if run.recipe != recipes[run.method]] == []
+
+
+def test_a_key_holds_importance_objective_and_allocation() -> None:
+    ways = [fwsvd_tasks.WAYS[name] for name in ("kflats", fwsvd_tasks.DEFAULT)]
+    recipes = [way.decides(way.objective, 512) for way in ways]
+    recipes += [replace(ways[0], allocation="uniform").decides(ways[0].objective, 512), ways[0].decides(TaskLoss(), 64)]
+    recipes.append(replace(ways[0], importance=RowFisher()).decides(ways[0].objective, 512))
+    assert len({json.dumps(recipe) for recipe in recipes}) == 5
