@@ -21,6 +21,7 @@ from _tables import Results, Value, by_size, drop, figure, orderings, publish, t
 import kflats
 from kflats import MESSI, SVD, KMeansSVD, KroneckerFisher, Projections, Recipe, Uniform
 from kflats.calibration.objectives import describe
+from kflats.common.errors import KflatsError
 from kflats.recipe.recipe import brief
 
 OURS = "kflats"
@@ -83,9 +84,25 @@ def methods(ks: list[int], restarts: int) -> dict[str, tuple[Recipe, Mapping[str
 
 
 class HiddenLayers:
-    """The cells of one command, by its options ``saved``, ``ks``, ``epochs`` and ``restarts``."""
+    """The cells of one command, by its options ``saved``, ``ks``, ``epochs`` and ``restarts``.
+
+    Raises:
+        KflatsError: a model or a task that is not the subject's.
+    """
 
     def __init__(self, asked: Asked, subject: Subject) -> None:
+        if asked.source is not None:
+            raise KflatsError(
+                f"--source {asked.source} is not supported with {subject.name}.py",
+                cause=f"it trains {subject.model} from nothing",
+                hint="messi_tasks.py, for models of transformers",
+            )
+        if asked.tasks != (subject.task,):
+            raise KflatsError(
+                f"--tasks {','.join(asked.tasks)} is not supported with {subject.name}.py",
+                cause=f"{subject.model} has one task, {subject.task}",
+                hint="leave --tasks out",
+            )
         self.asked, self.own, self.subject = asked, asked.more, subject
         self.name = subject.name
         self.ks = [int(k) for k in self.own.ks.split(",")]

@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 
 import _algorithms
 import _runs
+import messi_lenet
+import messi_vgg
 from _quick import write_task
 from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
 from _tables import Results, by_size, by_task, drop, orderings, paired, told, tuned_drop
@@ -251,3 +253,11 @@ def test_a_page_shows_all_of_its_experiment_whatever_part_was_run(
 def test_seeds_are_whole_numbers(seeds: str, tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match="--seeds"):
         asked(tmp_path, "--seeds", seeds)
+
+
+@pytest.mark.parametrize("words", [("--source", "shared"), ("--tasks", "cola"), ("--tasks", "mnist,cola")])
+@pytest.mark.parametrize("script", [messi_lenet, messi_vgg])
+def test_small_networks_have_one_model_and_one_task(script: Any, words: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(KflatsError, match=rf"{words[0]} {words[1]} is not supported with {script.__name__}.py"):
+        script.main([*words, "--tables", "--results", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
