@@ -295,6 +295,52 @@ def figure(
     return True
 
 
+def figure_by_task(
+    path: Path, results: Results, methods: Sequence[str], size: str, tasks: Sequence[str], name: str
+) -> bool:
+    """Tasks from left to right, methods beside each other: the mean over seeds, its standard deviation and each seed.
+
+    Args:
+        size: as logged. name: of the y-axis.
+
+    Returns:
+        False if there is nothing to draw.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = [task for task in tasks if any(results.by_model(method, size, task) for method in methods)]
+    if not drawn:
+        return False
+    fig, panel = plt.subplots(figsize=(1.4 * len(drawn) + 3.4, 3.2))
+    for place, method in enumerate(methods):
+        shift = 0.25 * (place - (len(methods) - 1) / 2)
+        cells = [list(results.by_seed([method], size, [task])[0].values()) for task in drawn]
+        known = [(x + shift, values) for x, values in enumerate(cells) if values]
+        bars = panel.errorbar(
+            [x for x, _ in known],
+            [statistics.fmean(values) for _, values in known],
+            [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in known],
+            fmt="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1,
+            label=method,
+        )
+        for x, values in known:
+            panel.plot([x + 0.06] * len(values), values, ".", color=bars[0].get_color(), markersize=3, alpha=0.6)
+    panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0)
+    panel.set_xticks(range(len(drawn)), drawn, fontsize=8)
+    panel.set_xlim(-0.6, len(drawn) - 0.4)
+    panel.set_ylabel(name, fontsize=8)
+    panel.tick_params(axis="y", labelsize=7)
+    fig.legend(loc="center right", fontsize=7, frameon=False)
+    fig.tight_layout(rect=(0, 0, 1 - 1.8 / (1.4 * len(drawn) + 3.4), 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(fig)
+    return True
+
+
 def _place(size: tuple[str, float]) -> float:
     return size[1]
 

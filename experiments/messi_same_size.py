@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _quick import quick
 from _runs import Asked, Cell, Log, Scores, asked_for, conduct
-from _tables import Results, by_size, drop, model_of, orderings, publish, told
+from _tables import Results, by_size, drop, figure_by_task, model_of, orderings, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, with_head
 from torch import Tensor, nn
 
@@ -117,7 +117,7 @@ class SameSize(TaskExperiment):
                 yield place, partial(self.compute, model, method)
 
     def publish(self, log: Log) -> None:
-        """The page of what has run."""
+        """The page and the figure of what has run."""
         runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
         gains = Results(runs, lambda run: -(drop(run) or 0.0))
         for run in runs:
@@ -129,11 +129,12 @@ class SameSize(TaskExperiment):
             "on the dev split in points, mean ± standard deviation over seeds; above 0 is better than the table.",
             told(runs) if runs else "",
             by_size(gains, [self.flats, NOISE], sizes, tasks, len(self.asked.seeds)),
-            "What holds:",
-            orderings(
-                gains, [(self.flats, "the table itself"), (self.flats, NOISE)], sizes, tasks, lower_is_better=False
-            ),
         ]
+        picture = self.asked.results / f"{self.page}.png"
+        if figure_by_task(picture, gains, [self.flats, NOISE], "same", tasks, "gain, points"):
+            parts.append(f"![Gains by task]({picture.name})")
+        claims = [(self.flats, "the table itself"), (self.flats, NOISE)]
+        parts += ["What holds:", orderings(gains, claims, sizes, tasks, lower_is_better=False)]
         publish(self.page, TITLE, parts, self.asked, self.name)
 
 

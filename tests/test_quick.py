@@ -236,6 +236,8 @@ def test_messi_same_size(places: Path) -> None:
     assert abs(flats["compressed"] - flats["original"]) < 0.1
     assert flats["original"] == noise["original"] > 0.6
     assert "of its bytes" in page
+    assert "![Gains by task](messi_same_size.png)" in page
+    assert (places / "results" / "messi_same_size.png").is_file()
 
 
 @pytest.mark.slow
