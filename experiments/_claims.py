@@ -447,3 +447,20 @@ def steps_of_a1(results: Path) -> str:
         f"{way}: {steps:,} steps, {times.strip('*')} times Lewis weights" for way, steps, _, times, *_ in found["rows"]
     ]
     return f"{'; '.join(told[1:])}, of a table of 8 columns {link('loewner')}"
+
+
+# Times
+
+
+ON_GPU = "2.11.0"
+"""The version of torch of those committed runs that were made on a GPU."""
+
+
+def time_on_gpu(results: Path, name: str) -> str:
+    """The least and the greatest median of seconds a run on a GPU, by method and epochs."""
+    path, seconds = results / f"{name}.jsonl", dict[tuple[str, int], list[float]]()
+    for run in Log(path).runs:
+        if run.libraries["torch"] == ON_GPU:
+            seconds.setdefault((run.method, run.epochs), []).append(run.seconds)
+    medians = [round(median(values)) for values in seconds.values() if len(values) > 2]
+    return f"{min(medians)} to {max(medians)} s a run" if medians else "not measured"

@@ -24,6 +24,7 @@ import messi_tasks
 import messi_variants
 import reproduction
 import robust_scores
+from _claims import time_on_gpu
 from _runs import Log, asked_for
 
 from kflats import RowFisher, TaskLoss
@@ -127,6 +128,14 @@ def test_recipes_of_committed_runs_are_those_of_the_commands(name: str, reposito
     recipes = RECIPES[name]()
     log = Log(repository / "experiments" / "results" / f"{name}.jsonl")
     assert [run.method for run in log.runs if run.recipe != recipes[run.method]] == []
+
+
+def test_times_on_a_gpu_are_those_of_the_logs(repository: Path) -> None:
+    page = (repository / "experiments" / "README.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)\.py` \|.*\| ([^|]+) \|$", page.split("## Tables of one run")[0], re.M))
+    assert set(told) >= set(RECIPES)
+    assert told == {name: time_on_gpu(repository / "experiments" / "results", name) for name in told}
+    assert told["messi_tasks"] != "not measured"
 
 
 def test_a_key_holds_importance_objective_and_allocation() -> None:
