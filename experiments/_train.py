@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import _task_models
 from _quick import write_model, write_task
 
 from kflats.common.errors import KflatsError
@@ -23,7 +23,6 @@ from kflats.demo import packaged_model
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model, new_folder
 from kflats.recover.recover import RECOVERY_FILE, recover_
-from kflats.tasks.task import find_task
 
 DATA = Path(os.environ.get("KFLATS_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 """Where the tasks lie (form: ``kflats.task_data``)."""
@@ -96,21 +95,7 @@ def task_model(task: str, asked: argparse.Namespace) -> TaskModel:
 
 def with_head(task: str, seed: int = 0, source: Path | None = None) -> Any:
     """The packaged model (or the one in ``source``) with an untrained head for ``task``, drawn by ``seed``."""
-    import transformers
-
-    found = find_task(task)
-    kind = "TokenClassification" if found.kind == "token" else "SequenceClassification"
-    names = {"id2label": dict(enumerate(found.labels)), "label2id": {n: i for i, n in enumerate(found.labels)}}
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it remarks that the head is new, which is what was asked for
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
-                source or packaged_model(), num_labels=len(found.labels) or 1, **(names if found.labels else {})
-            )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+    return _task_models.with_head(task, seed, source or Path(packaged_model()))
 
 
 def fine_tuned(
