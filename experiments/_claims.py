@@ -6,11 +6,13 @@ Each function reads ``results``, the folder of logs and tables, and says "not ru
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
+from math import log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -408,15 +410,24 @@ def dictionaries(results: Path) -> str:
 
 
 def sketches(results: Path) -> str:
-    """The distortions that a search meets in ellipsoids of sketches, and in that of A'A."""
-    found = numbers_of(results, "sketched_ellipsoids")
-    if found is None:
+    """The distortions that a search meets in ellipsoids of sketches, what theorem 6 allows, and that of A'A."""
+    found, page = numbers_of(results, "sketched_ellipsoids"), results / "sketched_ellipsoids.md"
+    shape = re.search(r"([\d,]+) x ([\d,]+)\.", page.read_text(encoding="utf-8")) if page.is_file() else None
+    if found is None or shape is None:
         return NOT_RUN
+    n, d = (int(size.replace(",", "")) for size in shape.groups())
+    allowed = d * (d**3 + d**2 * log(n)) ** 0.5  # d (d^3 + d^2 log n)^|1/p - 1/2| at p = 1
     met = {row["way"]: row["distortion"] for row in found["rows"]}
     far, near = [met["Sketch, Cauchy"], met["Sketch, exponential"]], met["A'A itself"]
-    verdict = "farther off than A'A" if min(far) > near else "not farther off than A'A"
+    verdict = "**holds**" if max(far) <= allowed else "**does not hold**"
+    further = "farther off than A'A" if min(far) > near else "not farther off than A'A"
     told = " and ".join(f"{one:.0f}" for one in far)
-    return f"end {verdict}: distortions of {told} against {near:.1f} {link('sketched_ellipsoids')}"
+    seconds = {row["way"]: f"{row['seconds']:.1f}" for row in found["rows"]}
+    return (
+        f"{verdict}: distortions of {told} were met, {allowed:.1e} are allowed; they end {further}, {near:.1f}, and "
+        f"take {seconds['Sketch, Cauchy']} and {seconds['Sketch, exponential']} s, Lewis weights {seconds['Lewis']} s "
+        f"{link('sketched_ellipsoids')}"
+    )
 
 
 def definition(least: float, most: float) -> Said:

@@ -114,7 +114,7 @@ MESSI = [
         "contours of constant k",
         says.chosen_ks("messi_tasks", SIZES, GLUE),
         TASKS,
-        "k is chosen by held-out examples before fine-tuning; seeds differ as much as rates do",
+        "k is chosen by held-out examples before fine-tuning",
     ),
     Claim(
         "figure 8",
@@ -171,7 +171,6 @@ MESSI = [
             ("cola", "mrpc"),
         ),
         "python experiments/messi_same_size.py --precision bfloat16 --resume",
-        "any change of that size moves a score by some tenths",
     ),
     Claim(
         "figure 9",
@@ -642,7 +641,7 @@ TUKAN = [
     ),
     Claim(
         "theorem 6",
-        "Sketches give the ellipsoid in O(n d log n)",
+        "Sketches give an ellipsoid of bounded distortion in O(n d log n)",
         "-",
         says.sketches,
         "python experiments/sketched_ellipsoids.py",
@@ -743,7 +742,7 @@ ERRORS = [
         "5 of 8 tasks",
         says.gain_of_same_size,
         "python experiments/messi_same_size.py --precision bfloat16 --resume",
-        "noise of the same error changes scores as much",
+        "a change of that size moves scores either way, as noise of the same error does",
     ),
     Claim(
         "FWSVD, section 5.4",
@@ -816,8 +815,7 @@ PAPERS = (
     (
         "Errors in the papers",
         ERRORS,
-        "From the rows above: gains over the original, which are no more frequent here than losses, and statements "
-        "that are not so.",
+        "From the rows above: gains over the original, counted here beside losses, and statements that are not so.",
     ),
 )
 HEAD = """# What the papers claim, and what came out here
