@@ -289,8 +289,8 @@ def test_priced_rounding_is_never_worse_than_the_nearest_symbol(c: float) -> Non
     how = Rounding.priced(quantizer, labels)
     made = round_with_feedback(matrix, rows, columns, *steps, how)
     u, q = made.targets.abs(), made.levels.abs().to(torch.int64)
-    prices, shrink = quantizer.tables.bits[how.contexts], how.shrink.double()[how.contexts]
-    reach = quantizer.tables.reach.to(torch.int64)[how.contexts]
+    prices, shrink = quantizer.tables.bits[how.contexts.long()], how.shrink.double()[how.contexts.long()]
+    reach = quantizer.tables.reach.to(torch.int64)[how.contexts.long()]
 
     def objective(levels: torch.Tensor) -> torch.Tensor:
         paid = prices.gather(2, torch.minimum(levels, reach).unsqueeze(2)).squeeze(2)

@@ -129,7 +129,7 @@ def test_priced_paths_are_never_worse_than_plain_ones_by_error_and_bits() -> Non
 
     def total(levels: torch.Tensor) -> float:
         errors = (targets - how.values(levels)).square()
-        return float((errors + how.price[how.contexts, levels.abs().long()]).sum())
+        return float((errors + how.price[how.contexts.long(), levels.abs().long()]).sum())
 
     assert total(how.levels(targets)) <= total(plain.levels(targets)) + 64 * 64 * 2 / trellis._UNIT
 

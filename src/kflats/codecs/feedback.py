@@ -78,7 +78,7 @@ _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
 """How many matrices are encoded together at most, and the bytes of their numbers and Gram matrices at most. What is
 derived from these takes up to eight times as much."""
 
-_AT_ONCE = 2**22
+_AT_ONCE = 2**20
 """Numbers whose squares are summed in float64 at a time."""
 
 _Result = TypeVar("_Result")
@@ -145,16 +145,22 @@ class Feedback(Codec):
             return
         source = _Source.of(table.rows, table.weighting, self.damping)
         measured: list[Candidate] = []
-        code: _Code | None = None
+        before: tuple[float, Rounded] | None = None
         for power in (*_FINE, *_POWERS):
             c = source.size * 2.0**power
             if c < source.finest:
                 continue
-            targets = source.likely(c, table.dtype, None if power in _FINE else code)
+            if power in _FINE or before is None:
+                targets = source.likely(c, table.dtype)
+            else:
+                targets = source.moved_(before[1].targets, before[0], c)
             how = source.rounding(targets, table.dtype)
-            guess = Rounded(how.levels(targets), targets)
-            (made,) = [guess] if power in _FINE else rounded_together([source.to_round(c, table.dtype, how)])
-            code = source.code(c, table.dtype, how, made)
+            if power in _FINE:
+                made = Rounded(how.levels(targets), targets)
+            else:
+                del before, targets
+                (made,) = rounded_together([source.to_round(c, table.dtype, how)])
+            code, before = source.code(c, table.dtype, how, made), (c, made)
             share = _PATH_SHARE if _takes_paths(table.rows.shape, code.nbytes) else 1.0
             measured.append(Candidate(method, self, code.nbytes, share * code.error))
         yield from between(measured, table.numbers)
@@ -204,7 +210,7 @@ class Feedback(Codec):
         """The code whose integers follow paths, by tries that begin at ``c``."""
         # In the order of the matrix, paths lose more where most rows or columns hardly count.
         source = _Source.of(problem.rows, problem.weighting, self.damping, paths=True)
-        first = source.path_rounding(source.likely(c, dtype, None), dtype)
+        first = source.path_rounding(source.likely(c, dtype), dtype)
         return (yield from _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding))
 
     @classmethod
@@ -218,12 +224,12 @@ class Feedback(Codec):
 
 @dataclass(frozen=True)
 class _Code:
-    """``stored``: the code at ``c``. ``targets``: (n, d) of its integers, in steps. ``error``: weighted, squared.
-    ``live``: how many integers are not 0."""
+    """``stored``: the code at ``c``, of ``numbers`` numbers. ``error``: weighted, squared. ``live``: how many integers
+    are not 0."""
 
     stored: Factored
     c: float
-    targets: Tensor
+    numbers: int
     error: float
     live: int
 
@@ -237,7 +243,7 @@ class _Code:
 
         Each octave takes a bit from every number, and less where few bits are left; two codes say how many.
         """
-        slope = -min(self.targets.numel() / 8, 1.5 * max(nbytes, self.nbytes))
+        slope = -min(self.numbers / 8, 1.5 * max(nbytes, self.nbytes))
         if before is not None and (self.nbytes - before.nbytes) * (self.c - before.c) < 0:
             slope = (self.nbytes - before.nbytes) / math.log2(self.c / before.c)
         return float(self.c * 2.0 ** max(-1.0, min(1.0, (nbytes - self.nbytes) / slope)))
@@ -303,11 +309,13 @@ class _Source:
         held = scales_of(c * self.row_steps, dtype)
         return held, held.wide[self.labels], (self.exponents(c).to(torch.float64) / STEPS_AN_OCTAVE).exp2()
 
-    def likely(self, c: float, dtype: torch.dtype, before: _Code | None) -> Tensor:
-        """(n, d) what targets will be like at ``c``: those of a code at another c; without one, the numbers."""
-        if before is not None:
-            moved = (self.exponents(before.c).to(torch.float32) - self.exponents(c)) / STEPS_AN_OCTAVE
-            return before.targets * moved.exp2() * (before.c / c)
+    def moved_(self, targets: Tensor, before: float, c: float) -> Tensor:
+        """What the targets of a code at ``before`` will be like at ``c``; they are written over."""
+        moved = (self.exponents(before).to(torch.float32) - self.exponents(c)) / STEPS_AN_OCTAVE
+        return targets.mul_(moved.exp2()).mul_(before / c)
+
+    def likely(self, c: float, dtype: torch.dtype) -> Tensor:
+        """(n, d) the numbers in steps at ``c``, which targets will be like."""
         _, row_steps, column_steps = self.steps(c, dtype)
         likely = torch.empty_like(self.matrix)
         for here in stripes(likely):
@@ -355,22 +363,21 @@ class _Source:
             column_steps=self.exponents(c),
             unit=held.unit,
         )
-        return _Code(coded(matrix), c, made.targets, error, int((made.levels != 0).sum()))
+        return _Code(coded(matrix), c, made.levels.numel(), error, int(made.levels.count_nonzero()))
 
 
 def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:
     """What searches find that go on side by side: all that waits for its rounding is rounded together."""
     found: dict[int, _Result] = {}
-    rounded: dict[int, Rounded | None] = dict.fromkeys(range(len(searches)))
-    while rounded:
-        waiting: dict[int, ToRound] = {}
+    waiting = {place: next(search) for place, search in enumerate(searches)}
+    while waiting:
+        rounded = dict(zip(waiting, rounded_together(list(waiting.values())), strict=True))
+        waiting.clear()
         for place in list(rounded):
-            search, made = searches[place], rounded.pop(place)
             try:
-                waiting[place] = next(search) if made is None else search.send(made)
+                waiting[place] = searches[place].send(rounded.pop(place))  # which alone holds it from now on
             except StopIteration as end:
                 found[place] = end.value
-        rounded = dict(zip(waiting, rounded_together(list(waiting.values())), strict=True))
     return [found[place] for place in range(len(searches))]
 
 
@@ -393,14 +400,17 @@ def _at_size(
     before: _Code | None = None
     code: _Code | None = None
     low, high, near = source.finest, math.inf, False  # the coarsest c known to be too fine, the finest known to fit
+    made: Rounded | None = None
     for attempt in range(_TRIES):
-        if code is not None:
+        if code is not None and made is not None:
             c = code.moved(_AIM * budget, before)
             if not low < c < high:
                 c = math.sqrt(low * high) if low > 0 and high < math.inf else max(source.finest, min(c, high / 1.1))
             if not near:
-                how = design(source.likely(c, dtype, code), dtype)
-        before, code = code, source.code(c, dtype, how, (yield source.to_round(c, dtype, how)))
+                how = design(source.moved_(made.targets, code.c, c), dtype)
+            made = None  # before the next one is made
+        made = yield source.to_round(c, dtype, how)
+        before, code = code, source.code(c, dtype, how, made)
         fits = code.nbytes <= budget
         if fits and (best is None or code.nbytes > best.nbytes):
             best = code
@@ -426,7 +436,7 @@ def _guessed(source: _Source, budget: int, dtype: torch.dtype) -> tuple[_Code, R
     c = max(source.finest, 4 * source.size * 2.0 ** (-8 * budget / source.matrix.numel())) or 1.0
     # Codes of guessed targets take no recursion, and are a little smaller than those with feedback.
     for _ in range(_GUESSES):
-        targets = source.likely(c, dtype, None)
+        targets = source.likely(c, dtype)
         how = source.rounding(targets, dtype)
         code = source.code(c, dtype, how, Rounded(how.levels(targets), targets))
         if abs(code.nbytes - _GUESS_AIM * budget) <= _GUESS_NEAR * budget:

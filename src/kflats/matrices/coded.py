@@ -894,10 +894,11 @@ def _centered(integers: Tensor) -> PackedLayout:
 
 def _of_contexts(integers: Sequence[Tensor], contexts: Tensor) -> list[PackedLayout]:
     """Layouts in which the columns of a context have the same bits, zero in the middle: a file need not list them."""
-    largest = torch.stack([part.to(torch.int64).abs().amax(0) if len(part) else contexts[0] * 0 for part in integers])
     places = contexts.to(torch.int64)
+    ends = [(part.amin(0), part.amax(0)) if len(part) else (places[0] * 0,) * 2 for part in integers]
+    largest = torch.stack([torch.maximum(-least.to(torch.int64), most.to(torch.int64)) for least, most in ends])
     reach = torch.zeros(int(places.max()) + 1, dtype=torch.int64)
-    reach.scatter_reduce_(0, places.flatten(), largest.to(torch.int64).flatten(), "amax")
+    reach.scatter_reduce_(0, places.flatten(), largest.flatten(), "amax")
     bits = torch.bucketize(2 * reach + 1, 2 ** torch.arange(MOST_BITS + 1))[places]
     return [PackedLayout(wide.to(torch.uint8), (-((1 << wide) // 2)).to(torch.int16)) for wide in bits]
 

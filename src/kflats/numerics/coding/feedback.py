@@ -40,7 +40,7 @@ _LEAST_PIVOT = 3e-4
 """The least diagonal of a factor, as a share of the largest: what lies below is next to dead, and would set the range
 of the steps."""
 _JITTERS = 8
-_DESIGNED = 2**22  # numbers that a quantizer looks at together
+_DESIGNED = 2**20  # numbers that a quantizer looks at together
 _LEAST_OCTAVE = -3
 """Cells whose targets have a smaller mean magnitude, in steps, share one distribution."""
 _TINY = 1e-30
@@ -48,6 +48,9 @@ _FARTHEST_OCTAVE = 16
 """Classes whose targets are smaller than the mean by more octaves count as if they were not."""
 _LISTED = 64
 """Magnitudes from here on are rounded to the nearest: neighbours cost nearly the same."""
+_ROUNDED = 2**24
+"""Numbers that are rounded together where rows are not coupled."""
+_NOTHING = torch.empty(0)
 _BLOCK = 384
 """Rows and columns that are rounded by vector operations before their errors go on by products of matrices."""
 
@@ -126,7 +129,7 @@ class Rounding:
     """How targets, in steps, become symbols; the value of a symbol q is q - sign(q) shrink.
 
     Args:
-        contexts: (n, d) int64, which of K distributions an entry follows.
+        contexts: (n, d) int16, which of K distributions an entry follows.
         shrink: (K,) as ``Quantizer``.
         up: (K, J) how far beyond j the magnitude of a target, plus shrink, is when j + 1 becomes better than j.
         live: (K, J) the magnitude of a target from which on j is better than 0.
@@ -141,7 +144,7 @@ class Rounding:
     def plain(cls, shape: tuple[int, ...], part: float = 0.5) -> Rounding:
         """Without prices: up from a ``part`` of a step on, which is to the nearest by default."""
         zero = torch.zeros(1, 1, dtype=torch.float32)
-        return cls(torch.zeros(1, dtype=torch.int64).expand(shape), zero[0], zero + part, zero)
+        return cls(torch.zeros(1, dtype=torch.int16).expand(shape), zero[0], zero + part, zero)
 
     @classmethod
     def priced(cls, quantizer: Quantizer, labels: Tensor) -> Rounding:
@@ -159,7 +162,7 @@ class Rounding:
         rise, gap = price.diff(dim=1), value.diff(dim=1)
         up = (value[:, :-1] + value[:, 1:]) / 2 + TRADE * rise / (2 * gap) - j[:-1] + shrink
         live = value / 2 + TRADE * (price - price[:, :1]) / (2 * value.clamp_min(0.1))
-        return cls(quantizer.contexts[labels], quantizer.shrink, up, live[:, :-1])
+        return cls(quantizer.contexts.to(torch.int16)[labels], quantizer.shrink, up, live[:, :-1])
 
     def turned(self) -> Rounding:
         """For the transposed matrix."""
@@ -167,18 +170,17 @@ class Rounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        lists, shrinks = _Lists.of(self, targets.dtype), self.shrink.to(targets.dtype)
+        lists = _Lists.of(self, targets.dtype)
         levels = torch.empty(targets.shape, dtype=torch.int16)
         for here in stripes(targets):
-            given, contexts = targets[here], self.contexts[here]
-            found = lists.magnitudes(given, shrinks[contexts], contexts * (lists.last + 1))
-            levels[here] = found * given.sign()
+            given = targets[here]
+            levels[here] = lists.magnitudes(given, *lists.of_contexts(self.contexts[here])) * given.sign()
         return levels
 
     def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
         """float64, the values in steps of the symbols of some ``rows``."""
         levels = levels[rows].to(torch.float64)
-        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows]]
+        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows].long()]
 
 
 @dataclass(frozen=True)
@@ -249,13 +251,16 @@ def rounded_together(given: Sequence[ToRound]) -> list[Rounded]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A matrix to be rounded in blocks of size x size, in steps and in the order of rounding; ``order``: of its rows
-    and columns."""
+    """A matrix to be rounded in blocks of size x size.
 
+    ``shape`` of the matrix; ``wanted``, ``across`` and ``down``, the matrix and the couplings of its columns and rows,
+    in blocks (``_tiles``), in steps and in the order of rounding; ``order``: of its rows and columns.
+    """
+
+    shape: torch.Size
     wanted: Tensor
     across: Tensor | None
     down: Tensor | None
-    size: int
     symbols: _Symbols
     how: Rounding | PathRounding
     order: tuple[Tensor, Tensor]
@@ -264,23 +269,24 @@ class _Blocks:
     def kind(self) -> tuple[object, ...]:
         """Those of one kind are rounded together."""
         sides = self.across is None, self.down is None
-        return self.wanted.shape, self.wanted.dtype, sides, self.size, self.symbols.kind
+        return self.shape, self.wanted.shape, self.wanted.dtype, sides, self.symbols.kind
 
     def finished(self, values: Tensor, seen: Tensor) -> Rounded:
-        """In the order of the matrix."""
-        if isinstance(self.how, PathRounding):  # they are in that order
-            return Rounded(self.how.symbols(values), seen)
-        shrink = self.how.shrink.to(values.dtype)[self.how.contexts[self.order]]
-        return _in_order(self.order, shrink, values, seen)
+        """Of values and targets in blocks: integers and targets in the order of the matrix."""
+        levels, targets = torch.empty(self.shape, dtype=torch.int16), torch.empty(self.shape, dtype=seen.dtype)
+        shrinks, size = self.how.shrink.to(values.dtype), values.shape[-1]
+        for r, c in itertools.product(*(range(count) for count in values.shape[:2])):
+            rows, columns = (order[i * size : (i + 1) * size] for order, i in zip(self.order, (r, c), strict=True))
+            at = rows.unsqueeze(1), columns
+            made, own = (of[r, c, : len(rows), : len(columns)] for of in (values, seen))
+            shrink = shrinks[self.how.contexts[at].long()]
+            levels[at], targets[at] = _symbols_of(made, shrink), own
+        return Rounded(levels, targets)
 
 
-def _in_order(grid: tuple[Tensor, Tensor], shrink: Tensor, values: Tensor, seen: Tensor) -> Rounded:
-    levels, targets = torch.empty(seen.shape, dtype=torch.int16), torch.empty_like(seen)
-    found = torch.empty(seen.shape, dtype=torch.int16)
-    for here in stripes(values):
-        found[here] = (values[here].abs() + shrink[here]).round_() * values[here].sign()
-    levels[grid], targets[grid] = found, seen
-    return Rounded(levels, targets)
+def _symbols_of(values: Tensor, shrink: Tensor) -> Tensor:
+    """int16, of which these are the values."""
+    return (values.abs() + shrink).round_().mul_(values.sign()).to(torch.int16)
 
 
 def _begun(one: ToRound) -> Rounded | _Blocks:
@@ -290,61 +296,75 @@ def _begun(one: ToRound) -> Rounded | _Blocks:
         raise KflatsError(
             "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
         )
-    paths = isinstance(how, PathRounding)
-    if paths and not all(torch.equal(side.order, torch.arange(len(side.order))) for side in (rows, columns)):
+    natural = all(torch.equal(side.order, torch.arange(len(side.order))) for side in (rows, columns))
+    if isinstance(how, PathRounding) and not natural:
         raise KflatsError(
             "paths are not supported with rows or columns in another order",
             cause="they follow the order of the matrix",
         )
-    if not isinstance(how, PathRounding) and rows.couplings is not None and columns.couplings is None:
-        turned = ToRound(matrix.T, columns, rows, one.column_steps, one.row_steps, how.turned())
-        made = _begun(turned)
-        assert isinstance(made, Rounded)
+    if rows.couplings is None and columns.couplings is None:
+        wanted = _matrix_in_steps(one)
+        return Rounded(how.levels(wanted), wanted)
+    if isinstance(how, Rounding) and columns.couplings is None:
+        turned = how.turned()
+        made = _by_columns(ToRound(matrix.T, columns, rows, one.column_steps, one.row_steps, turned), turned)
         return Rounded(made.levels.T, made.targets.T)
-    dtype, grid = matrix.dtype, (rows.order.unsqueeze(1), columns.order.unsqueeze(0))
-    # All that follows is in steps.
-    wanted = matrix / torch.outer(one.row_steps, one.column_steps).to(dtype)
-    across, down = _in_steps(columns, one.column_steps, dtype), _in_steps(rows, one.row_steps, dtype)
+    if isinstance(how, Rounding) and rows.couplings is None:
+        return _by_columns(one, how)
+    size = min(PATH_BLOCK if isinstance(how, PathRounding) else _BLOCK, max(matrix.shape))
+    order, contexts, wanted = (rows.order, columns.order), how.contexts, _matrix_in_steps(one)
+    if not natural:
+        contexts, wanted = (of[order[0].unsqueeze(1), order[1]] for of in (contexts, wanted))
+    blocks, contexts = _tiles(wanted, size), _tiles(contexts, size)
+    del wanted
+    across, down = (
+        None if side.couplings is None else _tiles(_in_steps(side.couplings, steps[side.order], matrix.dtype), size)
+        for side, steps in ((columns, one.column_steps), (rows, one.row_steps))
+    )
     if isinstance(how, PathRounding):
-        if across is None and down is None:
-            return Rounded(how.levels(wanted), wanted)
-        size = min(PATH_BLOCK, max(wanted.shape))
-        return _Blocks(wanted, across, down, size, _Paths(how, _tiles(how.contexts, size)), how, grid)
-    wanted, lists, contexts = wanted[grid], _Lists.of(how, dtype), how.contexts[grid]
-    shrink, places = how.shrink.to(dtype)[contexts], contexts * (lists.last + 1)
-    if across is not None and down is not None:
-        size = min(_BLOCK, max(wanted.shape))
-        entries = _Entries(lists, _tiles(shrink, size), _tiles(places, size))
-        return _Blocks(wanted, across, down, size, entries, how, grid)
-    if across is None:
-        values, seen = lists.values(wanted, shrink, places), wanted
-    else:
-        values, seen = _by_columns(wanted, across, shrink, places, lists)
-    return _in_order(grid, shrink, values, seen)
+        return _Blocks(matrix.shape, blocks, across, down, _Paths(how, contexts), how, order)
+    return _Blocks(matrix.shape, blocks, across, down, _Entries(_Lists.of(how, matrix.dtype), contexts), how, order)
 
 
-def _in_steps(side: MetricSide, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The couplings of a side between errors in these steps."""
-    if side.couplings is None:
-        return None
-    ordered = steps[side.order].to(torch.float64)
+def _matrix_in_steps(one: ToRound) -> Tensor:
+    wanted = torch.empty(one.matrix.shape, dtype=one.matrix.dtype)
+    for here in stripes(wanted):
+        wanted[here] = _rows_in_steps(one, here)
+    return wanted
+
+
+def _rows_in_steps(one: ToRound, rows: slice) -> Tensor:
+    return one.matrix[rows] / torch.outer(one.row_steps[rows], one.column_steps).to(one.matrix.dtype)
+
+
+def _in_steps(couplings: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """The couplings of a side between errors in these steps, which are in the order of rounding."""
+    ordered = steps.to(torch.float64)
     made = zero_matrix(len(ordered), len(ordered), dtype)
     for part in stripes(made):
-        made[part] = side.couplings[part] * ordered / ordered[part].unsqueeze(1)
+        made[part] = couplings[part] * ordered / ordered[part].unsqueeze(1)
     return made
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """``up`` and ``live`` of a ``Rounding``, one distribution after the other; ``last`` index of each one's list."""
+    """``up`` and ``live`` of a ``Rounding``, one distribution after the other; ``last`` index of each one's list;
+    ``shrink`` of each."""
 
     up: Tensor
     live: Tensor
+    shrink: Tensor
     last: int
 
     @classmethod
     def of(cls, how: Rounding, dtype: torch.dtype) -> _Lists:
-        return cls(how.up.to(dtype).reshape(-1), how.live.to(dtype).reshape(-1), how.up.shape[1] - 1)
+        up, live, shrink = (of.to(dtype).reshape(-1) for of in (how.up, how.live, how.shrink))
+        return cls(up, live, shrink, how.up.shape[1] - 1)
+
+    def of_contexts(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        """``shrink`` and ``places`` of entries that follow these distributions."""
+        wide = contexts.to(torch.int64)
+        return self.shrink[wide], wide * (self.last + 1)
 
     def magnitudes(self, targets: Tensor, shrink: Tensor, places: Tensor) -> Tensor:
         """Of the symbols of ``targets``, int64; ``places``: where the lists of an entry's distribution begin."""
@@ -359,18 +379,28 @@ class _Lists:
         return (self.magnitudes(targets, shrink, places) - shrink).clamp_(0).copysign_(targets)
 
 
-def _by_columns(wanted: Tensor, across: Tensor, shrink: Tensor, places: Tensor, lists: _Lists) -> tuple[Tensor, Tensor]:
-    """Values and targets if rows are not coupled."""
-    targets, errors = wanted.clone(), torch.empty_like(wanted)
-    for start in range(0, wanted.shape[1], _BLOCK):
-        block = slice(start, start + _BLOCK)
-        mine, inside = targets[:, block], across[block, block]
-        mine += errors[:, :start] @ across[block, :start].T
-        for i in range(mine.shape[1]):
-            at = start + i
-            errors[:, at] = wanted[:, at] - lists.values(mine[:, i], shrink[:, at], places[:, at])
-            mine[:, i + 1 :].addr_(errors[:, at], inside[i + 1 :, i])
-    return wanted - errors, targets
+def _by_columns(one: ToRound, how: Rounding) -> Rounded:
+    """If rows are not coupled. So they are rounded in parts, which fit into memory."""
+    couplings, order, lists = one.columns.couplings, one.columns.order, _Lists.of(how, one.matrix.dtype)
+    assert couplings is not None
+    across = _in_steps(couplings, one.column_steps[order], one.matrix.dtype)
+    levels = torch.empty(one.matrix.shape, dtype=torch.int16)
+    targets = torch.empty(one.matrix.shape, dtype=one.matrix.dtype)
+    for rows in stripes(one.matrix, _ROUNDED):
+        wanted, contexts = _rows_in_steps(one, rows)[:, order], how.contexts[rows][:, order]
+        seen, errors = wanted.clone(), torch.empty_like(wanted)
+        for start in range(0, len(order), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            mine, inside = seen[:, block], across[block, block]
+            shrink, places = lists.of_contexts(contexts[:, block])
+            mine += errors[:, :start] @ across[block, :start].T
+            for i in range(mine.shape[1]):
+                at = start + i
+                errors[:, at] = wanted[:, at] - lists.values(mine[:, i], shrink[:, i], places[:, i])
+                mine[:, i + 1 :].addr_(errors[:, at], inside[i + 1 :, i])
+            levels[rows, order[block]] = _symbols_of(wanted[:, block] - errors[:, block], shrink)
+        targets[rows, order] = seen
+    return Rounded(levels, targets)
 
 
 class _Symbols(Protocol):
@@ -396,27 +426,29 @@ class _Symbols(Protocol):
 
 @dataclass(frozen=True)
 class _Entries:
-    """Each entry is rounded by itself; ``shrink`` and ``places`` in blocks, as ``_Lists`` takes them."""
+    """Each entry is rounded by itself; ``contexts`` in blocks, and of some of them ``shrink`` and ``places``, as
+    ``_Lists`` takes them."""
 
     lists: _Lists
-    shrink: Tensor
-    places: Tensor
+    contexts: Tensor
+    shrink: Tensor = _NOTHING
+    places: Tensor = _NOTHING
 
     @property
     def kind(self) -> tuple[object, ...]:
         return _Entries, self.lists.last
 
     def joined(self, others: Sequence[_Entries]) -> _Entries:
-        every, lists = (self, *others), [one.lists for one in (self, *others)]
-        begins = itertools.accumulate((len(one.up) for one in lists[:-1]), initial=0)
-        return _Entries(
-            _Lists(torch.cat([one.up for one in lists]), torch.cat([one.live for one in lists]), self.lists.last),
-            _stacked([one.shrink for one in every]),
-            _stacked([one.places + begin if begin else one.places for one, begin in zip(every, begins, strict=True)]),
+        every = (self, *others)
+        lists = [one.lists for one in every]
+        up, live, shrink = (
+            torch.cat(of) for of in ([of.up for of in lists], [of.live for of in lists], [of.shrink for of in lists])
         )
+        joined = _Lists(up, live, shrink, self.lists.last)
+        return _Entries(joined, _joined_contexts([(one.contexts, len(one.lists.shrink)) for one in every]))
 
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Entries:
-        shrink, places = (of[:, at[0], at[1]].flatten(0, 1) for of in (self.shrink, self.places))
+        shrink, places = self.lists.of_contexts(self.contexts[:, at[0], at[1]].flatten(0, 1))
         return replace(self, shrink=shrink, places=places)
 
     def values(self, targets: Tensor, s: int) -> Tensor:
@@ -438,20 +470,18 @@ class _Paths:
 
     def joined(self, others: Sequence[_Paths]) -> _Paths:
         every = (self, *others)
-        begins = itertools.accumulate((len(one.how.shrink) for one in every[:-1]), initial=0)
         how = replace(
             self.how,
             shrink=torch.cat([one.how.shrink for one in every]),
             price=torch.cat([one.how.price for one in every]),
         )
-        shifted = [one.contexts + begin if begin else one.contexts for one, begin in zip(every, begins, strict=True)]
-        return _Paths(how, _stacked(shifted))
+        return _Paths(how, _joined_contexts([(one.contexts, len(one.how.shrink)) for one in every]))
 
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Paths:
         alike: dict[tuple[int, int], list[int]] = {}
         for block, shape in enumerate(list(zip(heights, widths, strict=True)) * len(self.contexts)):
             alike.setdefault(shape, []).append(block)
-        contexts = self.contexts[:, at[0], at[1]].flatten(0, 1)
+        contexts = self.contexts[:, at[0], at[1]].flatten(0, 1).to(torch.int64)
         return replace(self, contexts=contexts, shapes=tuple(alike.items()))
 
     def values(self, targets: Tensor, s: int) -> Tensor:
@@ -466,24 +496,32 @@ class _Paths:
         return made
 
 
+def _joined_contexts(given: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Of several matrices, the distributions of each after those of the ones before; given are their numbers too."""
+    begins = itertools.accumulate((number for _, number in given[:-1]), initial=0)
+    shifted = [contexts + begin if begin else contexts for (contexts, _), begin in zip(given, begins, strict=True)]
+    return _stacked(shifted)
+
+
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Of one it is a view: a large matrix is not copied."""
     return torch.stack(list(parts)) if len(parts) > 1 else parts[0].unsqueeze(0)
 
 
 def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
-    """Values and targets of matrices of one kind.
+    """Values and targets of matrices of one kind, in blocks.
 
     With errors e, and m = e + e across', the targets are wanted + e across' + down m.
     """
     one, count = given[0], len(given)
-    (n, d), size, symbols = one.wanted.shape, one.size, one.symbols.joined([other.symbols for other in given[1:]])
+    (n, d), size = one.shape, one.wanted.shape[-1]
+    symbols = one.symbols.joined([other.symbols for other in given[1:]])
     tall, wide = -(-n // size), -(-d // size)
-    # (count, tall, wide, size, size)
-    own = _stacked([_tiles(each.wanted, size) for each in given])
-    across = [_tiles(each.across, size) for each in given if each.across is not None]
-    down = [_tiles(each.down, size) for each in given if each.down is not None]
-    errors, mixed, targets = (torch.empty_like(own) for _ in range(3))
+    own = _stacked([each.wanted for each in given])  # (count, tall, wide, size, size)
+    across = [each.across for each in given if each.across is not None]
+    down = [each.down for each in given if each.down is not None]
+    errors, targets = torch.empty_like(own), torch.empty_like(own)
+    mixed = torch.empty_like(own) if down else None
     for diagonal in range(tall + wide - 1):
         i = range(max(0, diagonal - wide + 1), min(tall, diagonal + 1))
         rows = torch.tensor(i)
@@ -496,7 +534,7 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
                 if across:
                     for before in range(c):
                         mine[matrix, block].addmm_(errors[matrix, r, before], across[matrix][c, before].T)
-                if down:
+                if mixed is not None:
                     for above in range(r):
                         coupled[matrix, block].addmm_(down[matrix][r, above], mixed[matrix, above, c])
         heights, widths = [n - r * size for r in i], [d - (diagonal - r) * size for r in i]
@@ -511,13 +549,11 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
                 torch.cat([of[rows, rows] for of in down]) if down else None,
                 chosen,
             )
-        found = (here - made, mine - made, mine + coupled)
-        for all_of, part in zip((errors, mixed, targets), found, strict=True):
-            all_of[:, rows, columns] = part.unflatten(0, (count, len(i)))
-    values, seen = (
-        of.transpose(2, 3).reshape(count, tall * size, wide * size)[:, :n, :d] for of in (own - errors, targets)
-    )
-    return list(zip(values, seen, strict=True))
+        errors[:, rows, columns] = (here - made).unflatten(0, (count, len(i)))
+        targets[:, rows, columns] = (mine + coupled).unflatten(0, (count, len(i)))
+        if mixed is not None:
+            mixed[:, rows, columns] = (mine - made).unflatten(0, (count, len(i)))
+    return list(zip(own - errors, targets, strict=True))
 
 
 def _tiles(of: Tensor, size: int) -> Tensor:

@@ -112,7 +112,7 @@ class PathRounding:
     """How targets, in steps, become symbols along paths; the value of a symbol q is q - sign(q) shrink.
 
     Args:
-        contexts: (n, d) int64, which of K distributions an entry follows.
+        contexts: (n, d) int16, which of K distributions an entry follows.
         shrink: (K,) as ``Quantizer``.
         price: (K, J) what a symbol of each magnitude costs, in squared steps.
     """
@@ -125,7 +125,7 @@ class PathRounding:
     def plain(cls, shape: tuple[int, ...]) -> PathRounding:
         """Without prices."""
         zero = torch.zeros(1, 1, dtype=torch.float32)
-        return cls(torch.zeros(shape, dtype=torch.int64), zero[0], zero)
+        return cls(torch.zeros(1, dtype=torch.int16).expand(shape), zero[0], zero)
 
     @classmethod
     def priced(cls, quantizer: Quantizer, labels: Tensor) -> PathRounding:
@@ -138,18 +138,20 @@ class PathRounding:
         reach = quantizer.tables.reach.to(torch.int64).clamp_max(_LISTED).unsqueeze(1)
         # What lies beyond a table's reach costs as much as its end: this table is not yet the one that codes it.
         listed = bits.gather(1, torch.minimum(torch.arange(_LISTED + 1), reach))
-        return cls(quantizer.contexts[labels], quantizer.shrink, PATH_TRADE * listed)
+        return cls(quantizer.contexts.to(torch.int16)[labels], quantizer.shrink, PATH_TRADE * listed)
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
         values = torch.empty(targets.shape, dtype=torch.float32)
         for block in _blocks(*targets.shape):
-            given, contexts, made = targets[block], self.contexts[block], values[block]
+            given, contexts, made = targets[block].float(), self.contexts[block].to(torch.int64), values[block]
             n, d = given.shape
             for s in range(n + d - 1):
                 rows = torch.arange(max(0, s - d + 1), min(n, s + 1))
                 at = rows, s - rows
-                path = self.along(given[at].float().unsqueeze(0).numpy(), contexts[at].unsqueeze(0).numpy())
+                path = self.along(
+                    given[at].float().unsqueeze(0).numpy(), contexts[at].unsqueeze(0).to(torch.int64).numpy()
+                )
                 made[at] = torch.from_numpy(path[0])
         return self.symbols(values)
 
@@ -157,14 +159,14 @@ class PathRounding:
         """(n, d) int16, of which these are the values."""
         shrinks, symbols = self.shrink.to(values.dtype), torch.empty(values.shape, dtype=torch.int16)
         for here in stripes(values):
-            shrink = shrinks[self.contexts[here]]
+            shrink = shrinks[self.contexts[here].long()]
             symbols[here] = (values[here].abs() + shrink).round_() * values[here].sign()
         return symbols
 
     def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
         """float64, the values in steps of the symbols of some ``rows``."""
         levels = levels[rows].to(torch.float64)
-        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows]]
+        return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts[rows].long()]
 
     def along(self, targets: npt.NDArray[np.float32], contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The values (K, L) of the symbols of the targets (K, L) of K paths, which are computed in float32."""
