@@ -13,6 +13,7 @@ from kflats_toys import SketchedSVD
 from table import METHODS, each_method
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kflats.codecs import Transform
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
@@ -78,6 +79,15 @@ def test_of_few_rows_no_matrix_of_all_pairs_of_columns_is_made(method, weighted)
     n, d = 24, 900
     with Largest() as largest:
         solve(method, table("gauss", n, d, 0), 4 * 9 * d, weights=torch.rand(n) + 0.1 if weighted else None)
+    assert largest.numbers <= 12 * n * d < d * d / 3
+
+
+def test_codes_of_few_rows_in_several_flats_need_none_either():
+    pytest.importorskip("constriction")
+    n, d = 24, 900
+    problem = Problem(TensorRows(table("gauss", n, d, 0)), 3 * n * d // 8, 4)
+    with Largest() as largest:
+        Transform().encode(Flats(k=3), problem, torch.float32)
     assert largest.numbers <= 12 * n * d < d * d / 3
 
 

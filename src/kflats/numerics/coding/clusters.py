@@ -53,7 +53,7 @@ def cluster_rows(rows: Rows, labels: Tensor, weights: Tensor, level: float) -> T
     n, d = rows.shape
     labels = torch.unique(labels, return_inverse=True)[1]
     count = int(labels.max()) + 1
-    if count == 1 or level <= 0:
+    if count == 1 or level <= 0 or n < FEWEST * d:  # no flat of so few rows has enough of them, but the largest
         return torch.zeros_like(labels)
     roots = weights.to(torch.float64).sqrt()
     most = count * _SAMPLE_A_FLAT
