@@ -17,7 +17,7 @@ from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.machine import cpu_units
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
-from kflats.matrices import integer_kernels, layers
+from kflats.matrices import integer_kernels, layers, running
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.integer_kernels import IntegerKernel, integer_kernel, integer_limit
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
@@ -218,6 +218,29 @@ def test_axes_of_few_coordinates_stay_two_factors() -> None:
         )
         assert isinstance(product, DenseProduct)
         assert len(product.factors) == count
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_is_the_same_on_cpus_that_multiply_it_in_float32(
+    lacks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of bfloat16, summed in float32; by parts of the matrix, the last of them smaller."""
+    monkeypatch.setattr(running, "_lacks_bfloat16", lambda: lacks)
+    monkeypatch.setattr(running, "_WIDENED", 7 * 64)
+    widened = []
+    linear = running._linear_in_float32
+    monkeypatch.setattr(running, "_linear_in_float32", lambda *given: widened.append(1) or linear(*given))
+    draws = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(20, 64, generator=draws).to(torch.bfloat16), torch.randn(20, generator=draws)
+    product = DenseProduct((weight,))
+    for rows in (1, 8):
+        x = torch.randn(2, rows, 64, generator=draws).to(dtype)
+        exact = x.to(torch.bfloat16).double() @ weight.double().T + bias.to(dtype).double()
+        made = product(x, bias)
+        assert made.dtype == dtype
+        assert float((made.double() - exact).abs().max()) <= 2.0**-8 * float(exact.abs().max())
+    assert len(widened) == lacks
 
 
 def test_recorded_graphs_use_the_codes() -> None:
