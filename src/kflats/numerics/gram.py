@@ -119,12 +119,13 @@ def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
     n, d = rows.shape
     if n >= d:
         return top_eigenvectors(gram_of(rows, weights), d)
-    block = rows.take(torch.arange(n, device=rows.device)).to(torch.float64)
-    block = block * weights.to(block).sqrt().unsqueeze(1)
+    # A new tensor, also where the rows are in float64.
+    block = rows.take(torch.arange(n, device=rows.device)).to(torch.float64, copy=True)
+    block.mul_(weights.to(block).sqrt().unsqueeze(1))
     energies, turn = top_eigenvectors(block @ block.T, n)
     known = max(1, int((energies > RANK_FLOOR * energies[0]).sum()))
-    axes = torch.nn.functional.normalize(turn[:known] @ block, eps=torch.finfo(torch.float64).tiny)
-    return energies[:known], axes
+    axes = turn[:known] @ block
+    return energies[:known], axes.div_(axes.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def refined_eigenvectors(gram: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:

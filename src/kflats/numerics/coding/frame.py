@@ -76,11 +76,13 @@ def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
 
     Steps are never finer than int8 holds, nor so coarse that a direction is lost.
     """
-    size = directions.square().mean(1).sqrt()
-    wanted = _COARSENESS * step * size * directions.shape[1] ** 0.5 / energies.clamp_min(1e-300).sqrt()
-    largest = directions.abs().amax(1)
-    scale = torch.maximum(torch.minimum(wanted, size), largest / 127).to(torch.float32)
-    levels = (directions / scale.to(torch.float64).unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    levels, scale = torch.empty(directions.shape, dtype=torch.int8), torch.empty(len(directions), dtype=torch.float32)
+    for here in stripes(directions):
+        part = directions[here]
+        size, largest = part.square().mean(1).sqrt(), part.abs().amax(1)
+        wanted = _COARSENESS * step * size * part.shape[1] ** 0.5 / energies[here].clamp_min(1e-300).sqrt()
+        scale[here] = torch.maximum(torch.minimum(wanted, size), largest / 127).to(torch.float32)
+        levels[here] = (part / scale[here].to(torch.float64).unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
     return _coded(levels, scale)
 
 
@@ -235,7 +237,7 @@ class Source:
     def frame(self, basis: CodedBasis, step: float) -> Frame:
         """Coordinates against a coded basis B, in steps: least squares in the metric, a R ~ y B R."""
         steps = torch.maximum(step / self.weights.sqrt(), self.floors).to(torch.float32)
-        measured = self.metric.measured(basis.directions)
+        measured = _times(basis.directions, self.metric.factor)
         read = _read(measured, self.reader)
         encoder = _least_squares(measured, read).T
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
@@ -266,7 +268,9 @@ class Frame:
     def blocks(self) -> Iterator[RowBlock]:
         """All coordinates, class by class."""
         for c, members in enumerate(self.source.members):
-            encoder = (self.encoder / float(self.steps[c])).to(torch.float32).T.contiguous()
+            encoder = torch.empty(self.encoder.shape[::-1], dtype=torch.float32)
+            for here in stripes(encoder):
+                encoder[here] = self.encoder.T[here] / float(self.steps[c])
             center = self.centers[c].to(torch.float32).unsqueeze(1)
             for start in range(0, len(members), _BLOCK):
                 block = self.source.rows.take(members[start : start + _BLOCK]).to(torch.float32)
@@ -341,7 +345,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
             z = block.to(torch.float64) @ axes.to(torch.float64).T
             energies += w[here] @ z.square()
     none = torch.zeros(0, dtype=torch.float32)
-    directions, reader = metric.decoder(axes), metric.factor
+    directions, reader = _times(axes, metric.inverse), metric.factor
     turned: Rows = MetricRows(rows, _read(axes, reader).T)
     if n <= _SAMPLE:
         turned = TensorRows(turned.take(torch.arange(n)))
@@ -353,7 +357,14 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
 
 def _read(directions: Tensor, reader: Tensor) -> Tensor:
     """(m, x) float64: what rows are multiplied by to give their products with ``directions`` (m, d) in the metric."""
-    return directions * reader if reader.ndim == 1 else directions @ reader.T
+    return _times(directions, reader if reader.ndim == 1 else reader.T)
+
+
+def _times(directions: Tensor, factor: Tensor) -> Tensor:
+    """``directions`` times a matrix or a diagonal. They may be most of the memory: no copy is made by ones."""
+    if factor.ndim == 2:
+        return directions @ factor
+    return directions if bool((factor == 1).all()) else directions * factor
 
 
 def _least_squares(basis: Tensor, read: Tensor) -> Tensor:
