@@ -17,9 +17,9 @@ PYTHON = re.compile(r"(?<![-\w])[A-Za-z_]\w*=|\w\(|kflats\.\w|(?<!kflats)\[\w+\]
 KINDS = ("KflatsError", "NoGradientSignalError", "NotFiniteError", "DoesNotFitError", "NotWrittenError")
 
 
-def reached() -> Iterator[tuple[str, ast.Module]]:
-    """Modules that the commands import, directly or not, and what they hold."""
-    seen: dict[str, ast.Module] = {}
+def reached() -> Iterator[tuple[str, ast.Module, list[ast.AST]]]:
+    """Modules that the commands import, directly or not, and all that they hold."""
+    seen = set()
     waiting = ["kflats.cli.app"]
     while waiting:
         name = waiting.pop()
@@ -27,11 +27,13 @@ def reached() -> Iterator[tuple[str, ast.Module]]:
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if name in seen or name == "kflats" or not file.is_file():  # the package itself imports what Python users call
             continue
-        seen[name] = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(seen[name]):
+        seen.add(name)
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(tree))
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return iter(seen.items())
+        yield name, tree, nodes
 
 
 def words(node: ast.expr | None, constants: dict[str, ast.expr]) -> str:
@@ -54,13 +56,13 @@ def words(node: ast.expr | None, constants: dict[str, ast.expr]) -> str:
 
 def errors() -> Iterator[tuple[str, dict[str, str]]]:
     """Place and arguments of every ``KflatsError(...)`` in the source."""
-    for name, tree in reached():
+    for name, tree, nodes in reached():
         constants = {
             node.targets[0].id: node.value
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
                 yield f"{name}:{node.lineno}", {str(k.arg): words(k.value, constants) for k in node.keywords}
 
