@@ -504,7 +504,7 @@ def test_codes_stand_for_what_the_method_fits(own, codec) -> None:
     ids=str,
 )
 def test_rounded_coordinates_lose_less_than_numbers_in_the_same_bytes(method, codec) -> None:
-    rows = matrix(3000, 32)
+    rows = matrix(1500, 32)
     plain = method.fit(problem(rows, 0.15)).matrix
     coded = Recipe(method, codec=codec).encode(problem(rows, 0.15), torch.float32).matrix
     assert weighted_error(rows, coded).error < 0.7 * weighted_error(rows, plain).error
@@ -523,12 +523,12 @@ SEVERAL = [
 @pytest.mark.parametrize(("several", "share"), crossed(SEVERAL, [0.06, 0.2]), ids=str)
 def test_codes_of_several_flats_fill_their_bytes(several, share) -> None:
     """Sizes are known only once flats have ranks: fits go on until bytes are used up, or ranks are whole."""
-    (method, codec), rows = several, matrix(2000, 48)
+    (method, codec), rows = several, matrix(1000, 48)
     given = problem(rows, share)
     made = Recipe(method, codec=codec).encode(given, torch.float32).matrix
     assert made.nbytes <= given.nbytes
     k, uniform = len(made.geometry.parts), getattr(method, "ranks", "") == "uniform"
-    two = codec.memory_bytes((2000, 48), 4, 3, k) - codec.memory_bytes((2000, 48), 4, 1, k)
+    two = codec.memory_bytes((1000, 48), 4, 3, k) - codec.memory_bytes((1000, 48), 4, 1, k)
     whole = min(rank for _, rank in made.geometry.parts) == 48
     assert whole or made.nbytes >= (given.nbytes - two if uniform else 0.95 * given.nbytes)
 
@@ -621,7 +621,7 @@ def test_best_loses_no_more_than_half_precision_in_its_bytes() -> None:
     assert 0 < errors[0] <= errors[1] < 1e-6
 
 
-@pytest.mark.parametrize("largest", [1e5, 1e8])
+@pytest.mark.parametrize("largest", [1e5, pytest.param(1e8, marks=pytest.mark.slow)])
 def test_best_leaves_out_what_half_precision_cannot_hold(largest) -> None:
     for right in (False, True):
         rows = matrix(300, 16)

@@ -360,7 +360,7 @@ FEEDBACK = Recipe(KeepDense(), codec=Feedback())
 @pytest.mark.parametrize(("bits", "sides"), crossed([1.5, 3.0], ["both", "left", "right"]))
 def test_in_equal_bytes_it_loses_less_than_axes(bits: float, sides: str) -> None:
     pytest.importorskip("constriction")
-    n, d = 160, 128
+    n, d = 96, 80
     weighting = Weighting(left=None if sides == "right" else gram(n, 1), right=None if sides == "left" else gram(d, 2))
     matrix = normal(n, d).float()
     _, ours = coded(matrix, bits, weighting, FEEDBACK)
@@ -385,7 +385,7 @@ def test_candidates_lose_what_they_say(dtype: torch.dtype, damping: float) -> No
     """Under the damped Grams, of which they speak."""
     pytest.importorskip("constriction")
     codec = Feedback(damping=damping)
-    n, d = 96, 128
+    n, d = 48, 64
     matrix, weighting = normal(n, d).to(dtype), Weighting(left=1e-6 * gram(n, 1), right=gram(d, 2))
     rows = TensorRows(matrix.float())
     table = Table(rows, weighting, dtype, SVD().spectrum(rows, weighting))
