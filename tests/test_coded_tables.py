@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
+import kflats.tables
 from kflats import CodedTable, KflatsError, TableEmbedding, TableEmbeddingBag, compress_table, open_table
 from kflats.cli.app import app
 from kflats.codecs.streams import encode_symbols, model_of, models_of
@@ -629,23 +630,36 @@ def test_a_missing_file_is_named(small: CodedTable) -> None:
 # The command line -------------------------------------------------------------------------------
 
 
-def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fitted", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_command_line_compresses_a_table(fitted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two flats are asked for; to fit one of a smaller table is quicker."""
     source = saved(drawn(3000, 8), tmp_path / "x.npy")
     given = ["compress", "--table", str(source), "--out", str(tmp_path / "out"), "--size", "90kB", "--layout", "fast"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert "3,000 x 8, fast" in done.output
     assert open_table(tmp_path / "out").index.layout == "fast"
-    weights = saved(torch.arange(1.0, 10_001.0), tmp_path / "w.npy")
-    source = saved(planted(10_000, 24, 2)[0], tmp_path / "rows.npy")
-    given = ["compress", "--table", str(source), "--out", str(tmp_path / "two"), "--size", "3 bits"]
+    asked = []
+
+    def fit(*arguments: Any, **options: Any) -> Any:
+        asked.append((options["flats"], str(options["row_weights"])))
+        return compress_table(*arguments, **options | {"flats": min(options["flats"], fitted)})
+
+    monkeypatch.setattr(kflats.tables, "compress_table", fit)
+    n, d, size = (10_000, 24, "3 bits") if fitted == 2 else (3000, 8, "40 bits")
+    weights = saved(torch.arange(1.0, n + 1), tmp_path / "w.npy")
+    source = saved(planted(n, d, 2)[0], tmp_path / "rows.npy")
+    given = ["compress", "--table", str(source), "--out", str(tmp_path / "two"), "--size", size]
     given += ["--flats", "2", "--row-weights", str(weights)]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
-    assert open_table(tmp_path / "two").flats == 2
+    assert asked == [(2, str(weights))]
+    assert open_table(tmp_path / "two").flats == fitted
+    said = done.output.splitlines()[-3]
+    assert "relative weighted squared error" in said
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "two")])
     assert shown.exit_code == 0
-    assert shown.output.strip() == done.output.splitlines()[-3].replace("weighted ", "") + ", 2 flats"
+    assert shown.output.strip() == said.replace("weighted ", "") + (", 2 flats" if fitted == 2 else "")
     two, out = str(tmp_path / "two"), ["--out", str(tmp_path / "other")]
     for command, words in (
         (["trim", two, "--keep", "9", *out], "holds a coded table, not a model"),
@@ -659,6 +673,13 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
         said = CliRunner().invoke(app, command)
         assert said.exit_code == 2
         assert words in said.output
+
+
+def test_inspect_says_what_a_table_is(table: CodedTable) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(table.folder)])
+    assert shown.exit_code == 0
+    assert shown.output.startswith(f"{N:,} x {D}, {table.index.layout}: ")
+    assert shown.output.rstrip().endswith(", 3 flats") == (table.flats == 3)
 
 
 @pytest.mark.parametrize(
