@@ -782,12 +782,12 @@ def test_a_plan_says_that_one_flat_was_judged_where_several_will_be_stored() -> 
         assert {option.error_kind for option in found} == {said}
 
 
+@pytest.mark.parametrize("nbytes", [pytest.param(60, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("method", [SVD(), pytest.param(Flats(k=2), marks=pytest.mark.slow)], ids=str)
-def test_budgets_that_the_container_uses_up_are_named_as_they_were_given(method) -> None:
-    for nbytes in (60, 100):
-        given = Problem(TensorRows(flat_rows(40, 4, 2)), nbytes, 4)
-        with pytest.raises(KflatsError, match=f"a budget of {nbytes} bytes"):
-            Recipe(method, codec=Transform()).encode(given, torch.float32)
+def test_budgets_that_the_container_uses_up_are_named_as_they_were_given(method, nbytes) -> None:
+    given = Problem(TensorRows(flat_rows(40, 4, 2)), nbytes, 4)
+    with pytest.raises(KflatsError, match=f"a budget of {nbytes} bytes"):
+        Recipe(method, codec=Transform()).encode(given, torch.float32)
 
 
 def test_flats_heed_row_weights_and_metrics() -> None:

@@ -141,8 +141,13 @@ def test_exported_with_dynamic_batch_and_length(make_for_graph):
         torch.testing.assert_close(loaded(ids), net(ids))
 
 
-@pytest.mark.parametrize("rows", ["in_features", "out_features"])
-@pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    crossed(
+        ["in_features", "out_features"],
+        ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"],
+    ),
+)
 def test_exported_linear(table, name, rows):
     layer = FactoredLinear(table[name](dtype=torch.float32), matrix_rows=rows)
     program = export(layer, torch.randn(3, 5, layer.in_features))
