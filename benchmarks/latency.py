@@ -17,6 +17,10 @@ paragraphs of WikiText-2 (test). A last line has those of the ONNX file of integ
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
 
+``--torchao 0`` leaves torchao out: on CPUs without VNNI units its products of integers take a minute for a batch.
+
+    python benchmarks/latency.py --torchao 0 --turns 5 --write benchmarks/results/latency_avx2.md   # on such a CPU
+
 ``--compressed DIR`` takes a folder of kflats that is there. ``--onednn AVX512_CORE_VNNI`` keeps torch's library for
 products from the units for bfloat16 and from AMX, as on CPUs that have none (its variable ONEDNN_MAX_CPU_ISA).
 """
@@ -93,10 +97,10 @@ class Placed:
         return self.way.opened(self.way.at(self.place))
 
 
-def tools(source: Path) -> list[Way]:
+def tools(source: Path, torchao: bool = True) -> list[Way]:
     """The model in ``source`` as other tools ship it; the first is what the others are compared with."""
     original = partial(load_model, source)
-    return [
+    made = [
         Way("float32", partial(written, original), of_torch),
         Way("bfloat16", partial(written, lambda: original().bfloat16()), of_torch),
         Way("torch.compile", partial(written, original), of_compiled),
@@ -111,12 +115,13 @@ def tools(source: Path) -> list[Way]:
         Way("torchao, int8", partial(as_torchao, source), of_torchao, "torchao.quantization"),
         Way("torchao, int8, torch.compile", partial(as_torchao, source), of_torchao_compiled, "torchao.quantization"),
     ]
+    return [way for way in made if torchao or not way.name.startswith("torchao")]
 
 
-def ways(compressed: Path, windows: int = 512) -> list[Way]:
+def ways(compressed: Path, windows: int = 512, torchao: bool = True) -> list[Way]:
     """``tools`` and, after them, GPTQ and kflats."""
     return [
-        *tools(packaged_model()),
+        *tools(packaged_model(), torchao),
         Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
         *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
         Way("kflats, int8, torch.compile", partial(in_form, compressed, "int8"), of_compiled),
@@ -219,7 +224,7 @@ def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="")
+    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="", torchao=1)
     if options.onednn:  # read when its first product is made; processes that are started inherit it
         os.environ["ONEDNN_MAX_CPU_ISA"] = options.onednn
     if options.alone:
@@ -252,7 +257,7 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
     reasons: dict[str, str] = {}
     in_float: dict[str, Tensor] = {}
     notes: list[str] = []
-    for way in ways(compressed, 32 if options.quick else 512):
+    for way in ways(compressed, 32 if options.quick else 512, bool(options.torchao)):
         try:
             nbytes, runs = way.write(way.at(place)), way.opened(way.at(place))
         except KflatsError as error:
