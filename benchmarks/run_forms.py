@@ -133,10 +133,10 @@ def centred(model: Any, run: Any) -> Iterator[None]:
         hook.remove()
     times = FactoredLinear.times
 
-    def shifted(layer: FactoredLinear, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    def shifted(layer: FactoredLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         mean = (sums[id(layer)][0] / sums[id(layer)][1]).float()
-        own = layer.matrix.matvec(mean) if transposed else layer.matrix.vecmat(mean)
-        return times(layer, x - mean, own if bias is None else bias + own, transposed=transposed)
+        own = layer.matrix.matvec(mean) if layer.transposed else layer.matrix.vecmat(mean)
+        return times(layer, x - mean, own if bias is None else bias + own)
 
     with patch.object(FactoredLinear, "times", shifted):
         yield
