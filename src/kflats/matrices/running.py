@@ -69,7 +69,7 @@ class DenseProduct:
 
 def _widens(factor: Tensor, rows: int) -> bool:
     """Whether products of so many rows in bfloat16 are slow where ``factor`` is: on x86 CPUs without AVX-512 torch
-    takes six to nine times as long for them as for those in float32."""
+    takes four to eight times as long for them as for those in float32 (``benchmarks/products.py``)."""
     return factor.dtype == torch.bfloat16 and rows >= _ROWS and factor.device.type == "cpu" and _lacks_bfloat16()
 
 
