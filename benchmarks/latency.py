@@ -17,7 +17,7 @@ paragraphs of WikiText-2 (test). A last line has those of the ONNX file of integ
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
 
-``--torchao 0`` leaves torchao out: on CPUs without VNNI units ``torch._int_mm``, by which it multiplies, takes 7 to 40
+``--torchao 0`` leaves torchao out: on CPUs without VNNI units ``torch._int_mm``, by which it multiplies, takes 9 to 42
 times as long as a product of floats.
 
 ``--compressed DIR`` takes a folder of kflats that is there. ``--onednn AVX512_CORE_VNNI`` keeps torch's library for

@@ -21,7 +21,7 @@ from kflats.model.weights import is_kflats_config, pretrained_models
 
 MOST_LOSS = 0.002
 """What "auto" allows a form to lose more than "dense": a fifth of what ``compress`` allows a model to lose. int8 loses
-.001 to .002 with integers to 127, and .002 to .004 with integers to 90 (``benchmarks/run_forms.py``)."""
+.001 to .002 with integers to 127, and .003 to .004 with integers to 90 (``benchmarks/run_forms.py``)."""
 _MEASURED: tuple[RunForm, ...] = ("dense", "bfloat16", "int8")
 _SHAPES = ((1, 20), (32, 30))
 _TURNS, _SECONDS = 9, 2.0
@@ -41,7 +41,7 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
 
     Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
     "int8" for little time, on one core .65 to .95 of float32's and .5 to .75 under ``torch.compile``
-    (``benchmarks/latency.py``), where a cosine .001 to .002 lower is allowed, or .002 to .004 on CPUs without VNNI
+    (``benchmarks/latency.py``), where a cosine .001 to .002 lower is allowed, or .003 to .004 on CPUs without VNNI
     units. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs
     with matrix units for bfloat16 (AMX) no form is as fast in batches on one core as the whole model in that type:
     ``model.bfloat16()``.

@@ -1,12 +1,12 @@
 """How a device multiplies integers: by which operator of torch, and up to which integers its sums are exact.
 
 Three kinds are in use. CPUs with units for sums of products of 8 bits (VNNI, AMX) and GPUs of CUDA have
-``torch._int_mm``, which is exact to 127. On CPUs without them it takes 7 to 40 times as long as a product of floats,
+``torch._int_mm``, which is exact to 127. On CPUs without them it takes 9 to 42 times as long as a product of floats,
 or, with AVX-512, adds pairs of products in 16 bits, of which integers to 63 are left. There FBGEMM multiplies integers:
-it takes the inputs as unsigned numbers, whose pairs fit into 16 bits up to 90, 2 x (2 x 90) x 90 = 32,400, and takes .8
-of the time of float32 from a sentence on (``benchmarks/products.py``). FBGEMM is in torch's own builds for x86, which
-name its quantized tensors deprecated (pytorch issue 184982): where a later torch has none, the operators of the other
-CPUs are tried.
+it takes the inputs as unsigned numbers, whose pairs fit into 16 bits up to 90, 2 x (2 x 90) x 90 = 32,400, and takes .7
+to .9 of the time of float32 from a sentence on (``benchmarks/products.py``). FBGEMM is in torch's own builds for x86,
+which name its quantized tensors deprecated (pytorch issue 184982): where a later torch has none, the operators of the
+other CPUs are tried.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ mean square of a column (``evening_scales``).
 
 ``benchmarks/run_forms.py`` measures what this leaves out. To round the matrix with feedback could gain less than .001
 of cosine, for the matrix has 8 bits. To subtract the mean of the inputs first, which only compression knows, gains
-nothing for codes with error feedback.
+.0003 for codes with error feedback.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DenseProduct:
 
 def _widens(factor: Tensor, rows: int) -> bool:
     """Whether products of so many rows in bfloat16 are slow where ``factor`` is: on x86 CPUs without AVX-512 torch
-    takes four to eight times as long for them as for those in float32 (``benchmarks/products.py``)."""
+    takes five to nine times as long for them as for those in float32 (``benchmarks/products.py``)."""
     return factor.dtype == torch.bfloat16 and rows >= _ROWS and factor.device.type == "cpu" and _lacks_bfloat16()
 
 
