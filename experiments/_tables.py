@@ -14,8 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from _runs import Asked, Run, libraries
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
+    from matplotlib.figure import Figure
 
 NOT_RUN = "not run"
 Value = Callable[[Run], float | None]
@@ -272,16 +278,7 @@ def figure(
             points = [(x, list(values.values())) for x, values in cells]
             points = [(x, values) for x, values in points if values]
             if points:
-                panel.errorbar(
-                    [x for x, _ in points],
-                    [statistics.fmean(values) for _, values in points],
-                    [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points],
-                    marker="o",
-                    markersize=3,
-                    capsize=2,
-                    linewidth=1,
-                    label=method,
-                )
+                _spread_bars(panel, points, method, "o-", 3, 2)
         panel.set_title(task, fontsize=9)
         panel.set_xlabel(axes[0], fontsize=8)
         panel.tick_params(labelsize=7)
@@ -289,9 +286,7 @@ def figure(
     panels[0][0].set_ylabel(axes[1], fontsize=8)
     fig.legend(*panels[0][0].get_legend_handles_labels(), loc="center right", fontsize=7, frameon=False)
     fig.tight_layout(rect=(0, 0, 1 - 1.4 / (3.4 * len(drawn) + 1.6), 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(fig)
+    _save(fig, path)
     return True
 
 
@@ -316,16 +311,7 @@ def figure_by_task(
         shift = 0.25 * (place - (len(methods) - 1) / 2)
         cells = [list(results.by_seed([method], size, [task])[0].values()) for task in drawn]
         known = [(x + shift, values) for x, values in enumerate(cells) if values]
-        bars = panel.errorbar(
-            [x for x, _ in known],
-            [statistics.fmean(values) for _, values in known],
-            [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in known],
-            fmt="o",
-            markersize=4,
-            capsize=3,
-            linewidth=1,
-            label=method,
-        )
+        bars = _spread_bars(panel, known, method, "o", 4, 3)
         for x, values in known:
             panel.plot([x + 0.06] * len(values), values, ".", color=bars[0].get_color(), markersize=3, alpha=0.6)
     panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0)
@@ -335,10 +321,26 @@ def figure_by_task(
     panel.tick_params(axis="y", labelsize=7)
     fig.legend(loc="center right", fontsize=7, frameon=False)
     fig.tight_layout(rect=(0, 0, 1 - 1.8 / (1.4 * len(drawn) + 3.4), 1))
+    _save(fig, path)
+    return True
+
+
+def _spread_bars(
+    panel: Axes, points: Sequence[tuple[float, Sequence[float]]], label: str, look: str, size: int, cap: int
+) -> ErrorbarContainer:
+    """The mean of the values at each place, and their standard deviation."""
+    means = [statistics.fmean(values) for _, values in points]
+    spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+    places = [x for x, _ in points]
+    return panel.errorbar(places, means, spreads, fmt=look, markersize=size, capsize=cap, linewidth=1, label=label)
+
+
+def _save(fig: Figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(fig)
-    return True
 
 
 def _place(size: tuple[str, float]) -> float:
