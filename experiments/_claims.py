@@ -291,33 +291,16 @@ def benchmark(results: Path, name: str) -> Path:
     return results.parents[1] / "benchmarks" / "results" / f"{name}.md"
 
 
-def task_scores(results: Path) -> str:
-    """Averages of ``task_scores.py`` over the tasks that were learned, and where FWSVD is below SVD."""
-    found = numbers_of(results, "task_scores")
-    if found is None:
-        return NOT_RUN
-    learned = [task for task in found["tasks"] if task != "wnli"]
-    at = {(row["method"], row["task"]): row["score"] for row in found["rows"]}
-    shown = {"SVD": "SVD", "FWSVD": "RowFisher", "kflats, default": "KroneckerFisher, allocated"}
-    told = [f"{fmean(found['tasks'][t]['before'] for t in learned):.3f} before"]
-    told += [f"{name} {fmean(at[method, t] for t in learned):.3f}" for name, method in shown.items()]
-    below = [t for t in learned if at["RowFisher", t] < at["SVD", t]]
-    return f"{', '.join(told)}; one seed, no interval: FWSVD below SVD on {', '.join(below)} {link('task_scores')}"
-
-
 def element_weights(results: Path) -> str:
-    """Weights for elements beside weights for rows and columns, in the same table."""
-    found = numbers_of(results, "task_scores")
+    """Weights for elements beside weights for rows and columns: cosines of the same encoder."""
+    found = numbers_of(results, "element_fisher")
     if found is None:
         return NOT_RUN
-    learned = [task for task in found["tasks"] if task != "wnli"]
-    means = {}
-    for method in ("ElementFisher", "TwoSided", "KroneckerFisher"):
-        of = {row["task"]: row["score"] for row in found["rows"] if row["method"] == method}
-        means[method] = fmean(of[task] for task in learned)
-    told = ", ".join(f"{method} {mean:.3f}" for method, mean in means.items())
-    verdict = "above" if means["ElementFisher"] > means["TwoSided"] else "not above"
-    return f"average scores, one seed: {told}: {verdict} weights for rows and columns {link('task_scores')}"
+    means = {row["weighted by"]: row["mean"] for row in found["rows"]}
+    told = ", ".join(f"{way} {mean:.4f}" for way, mean in means.items())
+    _, both, each = means.values()
+    verdict = "above" if each > both else "not above"
+    return f"mean cosine of an encoder: {told}: {verdict} weights for rows and columns {link('element_fisher')}"
 
 
 def time_of_distances(results: Path) -> str:

@@ -95,11 +95,6 @@ def weights_folder() -> Path:
     return Path(os.environ.get("KFLATS_WEIGHTS") or SHARED / "weights")
 
 
-def parameters_kept(report: Any) -> int:
-    """Stored numbers of the named weights after compression (float32 factors: 4 bytes each)."""
-    return int(report.bytes_after) // 4
-
-
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any]) -> argparse.Namespace:
     """The options, ``--write FOLDER`` among them, and as ``command`` the command line without its folders.
 

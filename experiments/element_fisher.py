@@ -9,7 +9,7 @@ section 2). Each step is damped (proximal), so that elements of almost no weight
 taken only where it lowers that row's share: the objective never rises. It starts from ``TwoSided``, the SVD weighted by
 F's row and column sums.
 
-    python experiments/element_fisher.py --samples 64
+    python experiments/element_fisher.py --write experiments/results
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from _results import markdown, parsed
+from _results import markdown, parsed, publish
 from torch import Tensor
 
 from kflats.calibration.counting import text_batches
@@ -201,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     layers = {name: original.get_submodule(name) for name in names}
     batches = text_batches(texts[: asked.samples], tokenizer, batch=1, max_length=128)
     fisher = element_fisher(original, layers, batches)
-    lines = []
+    rows: list[dict[str, Any]] = []
     for way in ("SVD", "a weight for every row and column", "a weight for every element"):
         model, left, total = copy.deepcopy(original), 0.0, 0.0
         for name, f in fisher.items():
@@ -211,9 +212,16 @@ def main(argv: list[str] | None = None) -> None:
             left, total = left + float((f * (a - made).square()).sum()), total + float((f * a.square()).sum())
             weight.data.copy_(made.T)
         f = fidelity(original, model, tokenizer, list(packaged_texts("judge")), counted=texts)
-        lines.append([way, f"{left / total:.4f}", f"{f.mean_cosine:.4f}", f"{f.p5_cosine:.4f}"])
-        print(lines[-1], flush=True)
-    print(markdown(["weighted by", "element-weighted error", "mean cosine", "5th percentile"], lines))
+        rows.append({"weighted by": way, "error": left / total, "mean": f.mean_cosine, "p5": f.p5_cosine})
+        print(rows[-1], flush=True)
+    lines = [[row["weighted by"], *(f"{row[key]:.4f}" for key in ("error", "mean", "p5"))] for row in rows]
+    body = (
+        f"{len(names)} linear layers of all-MiniLM-L6-v2 at rank {asked.rank}, by gradients of {asked.samples} "
+        "packaged sentences without labels; cosines of other packaged sentences to the original's.\n\n"
+        + markdown(["weighted by", "element-weighted error", "mean cosine", "5th percentile"], lines)
+    )
+    title = "A weight for every element beside a weight for every row and column"
+    publish("element_fisher", title, body, {"rows": rows}, asked)
 
 
 if __name__ == "__main__":

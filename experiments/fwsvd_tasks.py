@@ -14,9 +14,9 @@ model without labels, by random projections of its sentence vectors on the task'
 compression" is the original trained again, for comparison. ``--before`` are the rank ratios without fine-tuning.
 
 "kflats, default" is what ``compress_`` does with labelled examples: ``KroneckerFisher`` of the task's loss, one budget
-shared by loss, in the parameters that the rank ratio leaves. "kflats" is the same of the logits: of the eleven ways of
-``task_scores.py`` the one that scored highest on the dev splits of these tasks, with seed 0. So its rows are not
-independent of what they are judged on; those of the default are.
+shared by loss, in the parameters that the rank ratio leaves. "kflats" is the same of the logits: of eleven ways the one
+that scored highest on the dev splits of these tasks, with seed 0, before these runs. So its rows are not independent of
+what they are judged on; those of the default are.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ class Factorized(TaskExperiment):
             f"The linear layers in the blocks of {self.source.name}, trained on each task; Fisher information from "
             f"{own.samples} training examples. Drops of the main metric on the dev split in points, mean ± standard "
             "deviation over seeds: less is better, below 0 is above the original. The gradients of the rows 'kflats' "
-            "were chosen by the dev scores of seed 0 ([task_scores.md](task_scores.md)); those of 'kflats, default' "
-            "were not.",
+            "were chosen before by dev scores of seed 0; those of 'kflats, default' were not.",
             told(runs) if runs else "",
         ]
         again = [*WAYS, *(name + GENERIC for name in WITHOUT_LABELS)]

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
-CACHE, PARTS = ("--cache", "cache"), ("--parts", "parts")
+PARTS = ("--parts", "parts")
 WEIGHTS = Path(os.environ.get("KFLATS_WEIGHTS") or Path(__file__).resolve().parents[2] / "shared" / "weights")
 TABLES: dict[str, tuple[str, ...]] = {
-    "task_scores": CACHE,
+    "element_fisher": (),
     "robust_planted": PARTS,
     "robust_encoder": PARTS,
     "robust_networks": PARTS,
@@ -31,8 +31,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "entry_flats": (),
 }
 """Scripts that write a table, and the folders that they need."""
-PRINTED: dict[str, tuple[str, ...]] = {"fine_tune": CACHE, "element_fisher": ()}
-"""Scripts that print theirs."""
 
 
 @pytest.fixture
@@ -59,16 +57,9 @@ def test_a_table_is_written(name: str, run: Any) -> None:
     assert json.loads(Path(f"{written}.json").read_text(encoding="utf-8"))["command"].startswith("python experiments/")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
-def test_what_is_printed(name: str, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run(name, *PRINTED[name])
-    assert "0." in capsys.readouterr().out
-
-
 def test_every_command_of_the_page_can_be_tried_quickly(repository: Path) -> None:
     """All scripts have ``--quick``, and all are tried in the sweep."""
     tried = (repository / "tests" / "test_quick.py").read_text(encoding="utf-8")
     for script in sorted((repository / "experiments").glob("[a-z]*.py")):
-        if script.stem not in (*TABLES, *PRINTED, "reproduction", "train_small"):
+        if script.stem not in (*TABLES, "reproduction", "train_small"):
             assert f"{script.stem}.main" in tried, f"{script.name} is not tried with --quick"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kflats.common.errors import KflatsError
 
@@ -23,7 +24,7 @@ import messi_vgg
 from _quick import write_task
 from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
 from _tables import Results, by_size, by_task, drop, orderings, paired, told, tuned_drop
-from _task_models import Training, task_data
+from _task_models import Training, task_data, with_head
 
 CELL = Cell("cola", "tiny", "SVD", "60%", 0, 2, {"lr": 1e-4}, {"k": 1}, ("svd", "scores"), "data")
 SCORES = Scores("matthews", 0.5, 0.4, 0.45, {"compressed": 0.3}, 1000, 0.1)
@@ -261,3 +262,11 @@ def test_small_networks_have_one_model_and_one_task(script: Any, words: tuple[st
     with pytest.raises(KflatsError, match=rf"{words[0]} {words[1]} is not supported with {script.__name__}.py"):
         script.main([*words, "--tables", "--results", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_heads_fit_their_tasks_and_follow_the_seed(minilm: Path) -> None:
+    assert with_head("conll2003", 0, minilm).classifier.out_features == 9
+    assert with_head("stsb", 0, minilm).classifier.out_features == 1
+    one, same, other = (with_head("cola", seed, minilm).classifier.weight for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)

@@ -515,8 +515,7 @@ class KeptStreams:
 
     @staticmethod
     def _key(matrix: CodedMatrix) -> str:
-        integers = {name: value for name, value in matrix.tensors().items() if not value.is_floating_point()}
-        return sha256([json.dumps(matrix.spec()), *(part for item in sorted(integers.items()) for part in item)])
+        return sha256([json.dumps(matrix.spec()), *matrix.integers()])
 
 
 # Heads and blocks --------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Hashed: TypeAlias = "str | bytes | bytearray | memoryview | Tensor"
 _BYTES = (str, bytes, bytearray, memoryview)
-_BLOCK = 2**20  # bytes of a file that are in memory at once
 
 
 def sha256(parts: Iterable[Hashed]) -> str:
@@ -36,16 +35,13 @@ def sha256(parts: Iterable[Hashed]) -> str:
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's bytes, as ``sha256sum`` prints it. The file is read in blocks of 1 MiB.
+    """SHA-256 of a file's bytes, as ``sha256sum`` prints it.
 
     Raises:
         OSError: the file cannot be read.
     """
-    total = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            total.update(block)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32(parts: Iterable[Hashed]) -> int:

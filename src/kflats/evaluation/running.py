@@ -458,19 +458,14 @@ def has_language_head(model: nn.Module) -> bool:
     return vocabulary_end(model, "get_output_embeddings") is not None
 
 
-def text_samples(
-    model: nn.Module,
-    tokenizer: Tokenizer | None,
-    texts: Sequence[str],
-    max_tokens: int = MAX_TOKENS,
-) -> list[Sample]:
-    """One sample a text, cut at ``max_tokens`` and at the model's own limit; beside it what else the model reads in
+def text_samples(model: nn.Module, tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[Sample]:
+    """One sample a text, cut at ``MAX_TOKENS`` and at the model's own limit; beside it what else the model reads in
     one call, drawn.
 
     Raises:
         KflatsError: no tokenizer, or a tokenizer of another model.
     """
-    rows = tokenize_texts(tokenizer, texts, max_tokens, model)
+    rows = tokenize_texts(tokenizer, texts, MAX_TOKENS, model)
     others = read_together(model)[1:]
     drawn = _drawn(model, others, len(rows), 1, 0) if others else [{}] * len(rows)
     return [_with_labels(model, {"input_ids": torch.tensor(row)} | one) for row, one in zip(rows, drawn, strict=True)]

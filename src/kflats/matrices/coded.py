@@ -330,9 +330,12 @@ class CodedMatrix(Matrix):
 
     def checksum(self) -> int:
         """CRC-32 of all integers and the unit. They are constants: training and casts change other tensors only."""
-        integers = {name: value for name, value in self.tensors().items() if not value.is_floating_point()}
-        parts = [part for item in sorted(integers.items()) for part in item]
-        return crc32([*parts, f"2^{self.geometry.unit}"])
+        return crc32([*self.integers(), f"2^{self.geometry.unit}"])
+
+    def integers(self) -> list[str | Tensor]:
+        """The name and the numbers of each tensor of integers, by name."""
+        named = sorted((name, value) for name, value in self.tensors().items() if not value.is_floating_point())
+        return [part for item in named for part in item]
 
     def spec(self) -> JsonObject:
         """The geometry as JSON; the integers are tensors."""
@@ -515,7 +518,11 @@ class CodedMatrix(Matrix):
         for first in range(0, len(position), many):
             piece = slice(first, min(first + many, len(position)))
             places = torch.arange(piece.start, piece.stop, dtype=position.dtype, device=position.device)
-            whole[piece if order is None else order[piece]] = self._sorted_rows(places, dtype)
+            rows = self._sorted_rows(places, dtype)
+            if order is None:
+                whole[piece] = rows
+            else:
+                whole.index_copy_(0, order[piece], rows.contiguous())  # a third of the time that indexing takes
         return whole
 
     def _sorted_rows(self, places: Tensor, dtype: torch.dtype) -> Tensor:

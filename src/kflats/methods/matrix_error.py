@@ -16,7 +16,7 @@ from kflats.matrices.registry import Matrix
 from kflats.numerics.loss import Loss
 from kflats.numerics.rows import Rows, as_rows, check_finite, gram_block, slices
 
-_NUMBERS = 2**21  # of a block: decoding holds up to fifteen times as many
+_NUMBERS = 2**19  # of a block: decoding holds up to fifteen times as many
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EntryPowers:
 
     def costs(self, errors: Tensor) -> Tensor:
         """(m,) float64."""
-        return errors.to(torch.float64).abs().pow(self.p).sum(1)
+        return errors.to(torch.float64, copy=True).abs_().pow_(self.p).sum(1)
 
 
 @dataclass(frozen=True)

@@ -190,9 +190,9 @@ def sum_of_powers(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weig
     >>> sum_of_powers(TensorRows(torch.tensor([[3.0, -4.0]])), torch.zeros(1, 1), torch.zeros(1, 2), 1.0)
     7.0
     """
-    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    total, basis = torch.zeros((), dtype=torch.float64, device=rows.device), basis.to(rows.dtype)
     for here, block in slices(rows):
-        rest = torch.addmm(block, coordinates[here].to(block.dtype), basis.to(block.dtype), alpha=-1).abs_()
+        rest = torch.addmm(block, coordinates[here].to(block.dtype), basis, alpha=-1).abs_()
         powers = rest if p == 1 else rest.pow_(p)
         if weights is not None:
             powers = powers * weights[here].to(powers).unsqueeze(1)

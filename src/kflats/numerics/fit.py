@@ -58,6 +58,7 @@ FILL_SAMPLE = 65536
 
 _LOW = 20  # rank at which seeds are compared
 _MOVES, _GAIN = 8, 1e-3  # split and merge: how many moves are tried, and what share of the error one must gain
+_CANDIDATES = 4
 _ENOUGH = 4096  # rows among which greedy seeds are searched
 _SPREAD = 1e12  # longer rows, once a loss has weighted them, leave nothing of the others in float64
 _SQUARED = Squared()
@@ -141,7 +142,7 @@ def kmeans(cloud: WeightedRows, k: int, generator: torch.Generator, *, iteration
     return _labels(labels, k)
 
 
-def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *, candidates: int = 4) -> Tensor:
+def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """Flats one after another, each the best of a few through the neighbours of a badly fitted row."""
     # A part of the rows is enough to find a flat; all rows are then assigned.
     among = torch.arange(0, cloud.rows.shape[0], -(-cloud.rows.shape[0] // _ENOUGH), device=cloud.rows.device)
@@ -154,7 +155,7 @@ def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *
         chance = (residual if mass is None else residual * mass).to(torch.float64)
         if float(chance.sum()) <= 0:  # every row already lies on a flat: any row will do
             chance = torch.ones_like(chance)
-        picked = torch.multinomial(chance.cpu(), candidates, replacement=True, generator=generator).to(a.device)
+        picked = torch.multinomial(chance.cpu(), _CANDIDATES, replacement=True, generator=generator).to(a.device)
         flats = [_local_flat(a, unit, residual, int(row), rank) for row in picked]
         lefts = [torch.minimum(residual, distances(TensorRows(a), (flat,), norms2)[:, 0]) for flat in flats]
         scores = [float((left if mass is None else left * mass).sum(dtype=torch.float64)) for left in lefts]

@@ -288,14 +288,11 @@ def scaled_gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
     return total
 
 
-def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """X'Y (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them. Default: Y = X.
-
-    X'Y must be symmetric.
-    """
+def lower_gram(x: Tensor) -> Tensor:
+    """X'X (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them."""
     n = x.shape[1]
     lower = zero_matrix(n, n, x.dtype, x.device)
-    add_lower_gram_(lower, x, y)
+    add_lower_gram_(lower, x)
     return lower
 
 

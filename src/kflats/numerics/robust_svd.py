@@ -39,6 +39,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import sum_of_powers
 from kflats.numerics.gram import lower_gram, narrow, row_lengths, row_space, too_different
+from kflats.numerics.large_matrices import stripes
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
@@ -57,6 +58,7 @@ _SMALL = 1e-12  # the least row factor for float32
 _ROOTS = 1e-24, 1e24  # the range of roots of axes for float32
 _LOST = 1e-3  # sum w^(1-2/p) a'Q^-1 a is r; a larger relative difference shows that rounding has lost the digits
 _HUGE = 1e30  # the largest factor that brings a row to length 1 in float32
+_PANEL = 1024  # columns of a wide matrix whose directions are made at a time: they are most of the memory
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,13 @@ class Ellipsoid:
 
     def lifted(self, lift: Tensor | None) -> Ellipsoid:
         """The ellipsoid of a matrix whose row space ``gram.narrow`` turned by ``lift`` (r', d)."""
-        return self if lift is None else replace(self, directions=self.directions @ lift.to(self.directions))
+        if lift is None:
+            return self
+        turned = self.directions.new_empty(self.rank, lift.shape[1])
+        for first in range(0, lift.shape[1], _PANEL):
+            part = slice(first, first + _PANEL)
+            turned[:, part] = self.directions @ lift[:, part].to(self.directions)
+        return replace(self, directions=turned)
 
 
 @runtime_checkable
@@ -345,12 +353,17 @@ def robust_svd(
         )
     coordinates = torch.zeros(n, rank, dtype=rows.dtype, device=rows.device)
     basis = torch.zeros(rank, d, dtype=rows.dtype, device=rows.device)
-    basis[:kept] = roots.unsqueeze(1) * leading
-    coordinates[:, :kept] = project(rows, (leading / roots.unsqueeze(1)).to(rows.dtype))
+    readers = torch.empty(kept, d, dtype=rows.dtype, device=rows.device)
+    for part in stripes(leading):
+        basis[part] = roots[part].unsqueeze(1) * leading[part]
+        readers[part] = leading[part] / roots[part].unsqueeze(1)
+    coordinates[:, :kept] = project(rows, readers)
+    del readers
     wide = WidenedRows(rows)
     error = sum_of_powers(wide, coordinates, basis, p, weights)
     total = sum_of_powers(wide, coordinates[:, :0], basis[:0], p, weights)
-    least = largest * float(torch.linalg.vector_norm(shape.factor[kept:], dim=0).pow(p).sum())
+    left_out = replace(shape, axes=shape.axes[kept:], directions=shape.directions[kept:]).factor
+    least = largest * float(torch.linalg.vector_norm(left_out, dim=0).pow(p).sum())
     axes = shape.axes * torch.tensor(largest, dtype=torch.float64).pow(1 / p)
     vanished = total == 0 and shape.rank > 0
     if vanished or not math.isfinite(error) or not bool(((axes > 0) & (axes < math.inf)).all()):

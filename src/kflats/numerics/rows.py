@@ -19,6 +19,9 @@ from kflats.common.errors import KflatsError, NotFiniteError
 BLOCK = 1024
 """Rows per E-step block: the block and its coordinates stay in cache (measured best of 256..16384)."""
 
+_BLOCK_NUMBERS = 2**21
+"""Numbers of such a block at most: of wide rows it has fewer."""
+
 GRAM_BLOCK = 8192
 """Rows per Gram block: long enough that adding the float64 sum costs little beside the product."""
 
@@ -166,8 +169,9 @@ class PartOfRows:
 
 
 def slices(rows: Rows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """The blocks of ``rows``, by default of ``BLOCK`` rows, each with the slice of its row numbers."""
-    for start, block in rows.blocks(size or BLOCK):
+    """The blocks of ``rows``, each with the slice of its row numbers; by default of ``BLOCK`` rows, fewer of rows
+    beyond 2,048 columns."""
+    for start, block in rows.blocks(size or min(BLOCK, max(1, _BLOCK_NUMBERS // rows.shape[1]))):
         yield slice(start, start + len(block)), block
 
 

@@ -100,7 +100,7 @@ class Metric:
         return 1 / (1 + (roots / (JUDGED * roots.max())) ** 4)
 
 
-def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
+def right_metric(right: Tensor, d: int) -> Metric:
     """R and R^-1 of a right Gram, (d, d) or its diagonal (d,), in float64; singular values of R are floored.
 
     A metric is measured on data and is often singular, for instance because an input never fires. The floor gives such
@@ -113,16 +113,16 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
     ([1.5, 1.5e-06], 4.0)
     """
     # A tensor made in inference mode has no version, and cannot be changed outside of it.
-    return _metric(right, 0 if right.is_inference() else right._version, d, floor)
+    return _metric(right, 0 if right.is_inference() else right._version, d)
 
 
 @lru_cache(maxsize=1)  # plans and fits ask for the metric of one weight several times in a row
-def _metric(right: Tensor, version: int, d: int, floor: float) -> Metric:
+def _metric(right: Tensor, version: int, d: int) -> Metric:
     gram, scale = scaled_metric(right, d, "right", "columns")
     if gram.ndim == 1:
-        root = gram.clamp_min(floor**2 * float(gram.max())).sqrt()
+        root = gram.clamp_min(FLOOR**2 * float(gram.max())).sqrt()
         return Metric(root, 1 / root, scale)
-    root, vectors = _roots(gram, floor)
+    root, vectors = _roots(gram)
     return Metric(vectors * root, (vectors / root).T, scale)
 
 
@@ -131,13 +131,13 @@ def forget_metric() -> None:
     _metric.cache_clear()
 
 
-def _roots(gram: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
     """The roots of the eigenvalues of a right metric, floored, and its eigenvectors as columns."""
     values, vectors = torch.linalg.eigh(gram)
     largest = float(values[-1])
     if float(values[0]) < -NEGATIVE * largest:
         raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
-    return values.clamp_min(floor**2 * largest if largest > 0 else 1.0).sqrt(), vectors
+    return values.clamp_min(FLOOR**2 * largest if largest > 0 else 1.0).sqrt(), vectors
 
 
 def triangular_metric(right: Tensor, d: int) -> Metric:
@@ -340,7 +340,7 @@ def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: floa
     a = all_rows(rows)
     gram, measure = scaled_metric(right, rows.shape[1], "right", "columns")
     core = _symmetric(a @ gram @ a.T)
-    root, q = _roots(core, FLOOR)
+    root, q = _roots(core)
     spread = q * root
     nothing = not bool(core.any())  # the floor of nothing is no size
     return _Small(

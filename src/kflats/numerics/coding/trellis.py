@@ -149,9 +149,7 @@ class PathRounding:
             for s in range(n + d - 1):
                 rows = torch.arange(max(0, s - d + 1), min(n, s + 1))
                 at = rows, s - rows
-                path = self.along(
-                    given[at].float().unsqueeze(0).numpy(), contexts[at].unsqueeze(0).to(torch.int64).numpy()
-                )
+                path = self.along(given[at].unsqueeze(0).numpy(), contexts[at].unsqueeze(0).numpy())
                 made[at] = torch.from_numpy(path[0])
         return self.symbols(values)
 
