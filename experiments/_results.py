@@ -35,7 +35,6 @@ from _common import part as part
 from _sentences import data_folder as data_folder
 from _sentences import sentences as sentences
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"
 """The 36 linear layers of MiniLM's encoder; pooler and task head stay as they are, as in FWSVD."""
 
@@ -92,7 +91,7 @@ def needs(importances: Sequence[str]) -> frozenset[str]:
 
 def weights_folder() -> Path:
     """The folder of small trained networks: KFLATS_WEIGHTS, or ../shared/weights."""
-    return Path(os.environ.get("KFLATS_WEIGHTS") or SHARED / "weights")
+    return Path(os.environ.get("KFLATS_WEIGHTS") or Path(__file__).resolve().parents[2] / "shared" / "weights")
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any]) -> argparse.Namespace:

@@ -76,14 +76,14 @@ def errors_cell(row: Mapping[str, Any]) -> str:
     return " / ".join(f"{row[error]:.3f}" for error in ERRORS)
 
 
-def least(rows: Sequence[Mapping[str, Any]], what: str, best: Callable[..., Any] = min, count: int = 3) -> str:
-    """For each rate the ``count`` best methods by ``what``, of what can be stored, beside SVD."""
+def least(rows: Sequence[Mapping[str, Any]], what: str, best: Callable[..., Any] = min) -> str:
+    """For each rate the three best methods by ``what``, of what can be stored, beside SVD."""
     told = []
     for rate in sorted({r["rate"] for r in rows}):
         level = [r for r in rows if r["rate"] == rate and r["method"] != HALF and not r["method"].endswith("values")]
         level.sort(key=lambda r: r[what], reverse=best is max)
         svd = next((r[what] for r in level if r["method"] == "SVD"), None)
-        first = ", ".join(f"{r['method']} {r[what]:.3f}" for r in level[:count])
+        first = ", ".join(f"{r['method']} {r[what]:.3f}" for r in level[:3])
         told.append(f"{rate:.0%}: {first}" + ("" if svd is None else f" (SVD {svd:.3f})"))
     return "; ".join(told)
 

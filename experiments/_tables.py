@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from _results import markdown as markdown
 from _runs import Asked, Run, libraries
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def best_of(results: Results, ours: str, theirs: Sequence[str], size: str, task:
     return Best(name, lost, own, tuple(other for other in theirs if other not in whole))
 
 
-def spread(values: Sequence[float], wanted: int, digits: int = 2) -> str:
+def spread(values: Sequence[float], wanted: int) -> str:
     """Mean and standard deviation; "not run" without values.
 
     >>> spread([1.0, 2.0], 3), spread([], 3)
@@ -177,15 +178,9 @@ def spread(values: Sequence[float], wanted: int, digits: int = 2) -> str:
     """
     if not values:
         return NOT_RUN
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    about = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    mean = f"{statistics.fmean(values):.2f}"
+    about = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return mean + about + (f" ({len(values)} of {wanted})" if len(values) < wanted else "")
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [list(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def by_task(results: Results, methods: Sequence[str], size: tuple[str, str], tasks: Sequence[str], seeds: int) -> str:
@@ -222,7 +217,6 @@ def orderings(
     tasks: Sequence[str],
     *,
     lower_is_better: bool = True,
-    unit: str = "points",
 ) -> str:
     """For each claim "the first is better than the second": the paired differences by size, and where it holds."""
     rows = []
@@ -236,7 +230,7 @@ def orderings(
             rows.append([name, f"{better} better than {worse}", *cells])
     if not rows:
         return f"No two methods have runs of the same seeds: {NOT_RUN}."
-    about = f"Over paired seeds, in {unit}, with 95 % intervals. Where no word stands behind it, nothing is claimed."
+    about = "Over paired seeds, in points, with 95 % intervals. Where no word stands behind it, nothing is claimed."
     return f"{about}\n\n{_with_tasks(['task', 'claim', *(shown for _, shown in sizes)], rows, tasks)}"
 
 
@@ -258,8 +252,6 @@ def figure(
     sizes: Sequence[tuple[str, float]],
     tasks: Sequence[str],
     axes: tuple[str, str],
-    *,
-    lower_is_better: bool = True,
 ) -> bool:
     """One panel a task: the mean over seeds by size, with its standard deviation. False if there is nothing to draw.
 
@@ -282,7 +274,7 @@ def figure(
         panel.set_title(task, fontsize=9)
         panel.set_xlabel(axes[0], fontsize=8)
         panel.tick_params(labelsize=7)
-        panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0) if lower_is_better else None
+        panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0)
     panels[0][0].set_ylabel(axes[1], fontsize=8)
     fig.legend(*panels[0][0].get_legend_handles_labels(), loc="center right", fontsize=7, frameon=False)
     fig.tight_layout(rect=(0, 0, 1 - 1.4 / (3.4 * len(drawn) + 1.6), 1))

@@ -38,7 +38,6 @@ from kflats.recipe.recipe import Recipe
 
 Outcome: TypeAlias = Literal["held", "none", "refused", "failed", "unbuildable"]
 """none: there is nothing to do, such as no embedding to compress."""
-_Dense: TypeAlias = nn.Linear | nn.Embedding | nn.Conv2d
 Say: TypeAlias = Callable[[str, Outcome, str, float], None]
 
 COMPRESSIONS = ("tables", "linear", "size", "data")

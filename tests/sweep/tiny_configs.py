@@ -67,9 +67,6 @@ _VOCABULARIES = _names(
 )
 _SPECIAL = re.compile(r"_?\w*(token_ids?|token_index|_id|_ids)")
 _EXPERT_COUNT = re.compile(r"(num|n|moe_num)_(\w*_)?experts")
-_EXPERTS_USED = _names(
-    "num_experts_per_tok top_k moe_k num_selected_experts moe_topk num_experts_per_token", prefixed=False
-)
 _PLACES = re.compile(r"ind(ices|exes|exs)$|idxs?$|_levels$|_layers$|_ids$|hook_ids$|_blocks$")
 _POSITIONS = _names(
     "max_position_embeddings max_source_positions max_target_positions n_positions n_ctx max_seq_len", prefixed=False

@@ -23,7 +23,7 @@ from kflats.common.errors import DoesNotFitError, KflatsError, is_number
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.matrices.coded import STEPS_AN_OCTAVE, from_integers
 from kflats.methods.keep_dense import KeepDense
-from kflats.methods.protocol import Factored, Method, Problem, check_accepts
+from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.feedback import (
     MetricSide,
@@ -39,7 +39,7 @@ from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.trellis import SHORTEST, PathRounding
 from kflats.numerics.large_matrices import stripes
-from kflats.numerics.rows import GRAM_BLOCK, Rows, check_finite, check_weights
+from kflats.numerics.rows import GRAM_BLOCK, Rows
 
 _LONG = 16
 """Rows a column, or columns a row, up to which ``Auto()`` tries it where not both sides are coupled."""
@@ -181,10 +181,7 @@ class Feedback(Codec):
     def encode_together(self, method: Method, problems: Sequence[Problem], dtype: torch.dtype) -> list[Factored]:
         """As ``Codec.encode_together``: matrices of one shape that wait for their rounding are rounded together."""
         for problem in problems:
-            check_accepts(type(self).__name__, method.accepts, problem.weighting)
-            check_finite(problem.rows)
-            if problem.weighting.form.left == "diagonal":
-                check_weights(problem.row_weights, problem.rows.shape[0])
+            problem.check(type(self).__name__, method.accepts)
         return [best.stored for best in _found([self._encoded(problem, dtype) for problem in problems])]
 
     def _encoded(self, problem: Problem, dtype: torch.dtype) -> _Search[_Code]:

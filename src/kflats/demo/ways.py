@@ -6,12 +6,8 @@ tokens is a text's vector.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError
 from kflats.common.release import needed
-from kflats.common.schema import decode
 from kflats.common.texts import Tokenizer
 from kflats.evaluation.latency import Run, TensorBatch
-from kflats.evaluation.proof import Footprint, footprint, peak_memory
+from kflats.evaluation.proof import Footprint, footprint, footprint_of, in_fresh_process
 from kflats.evaluation.running import mean_over_tokens, run
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model
@@ -99,11 +93,7 @@ def onnx_footprint(path: str) -> str:
     """The footprint of the file at ``path`` in this process, which ran no model before, as JSON."""
     needed("onnxruntime", "kflats[onnx]", "running an ONNX file")
     ids = torch.randint(0, 1000, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    imported, start = peak_memory(), time.perf_counter()
-    onnx_run(Path(path))({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    seconds, peak = time.perf_counter() - start, peak_memory()
-    memory = None if peak is None or imported is None else peak - imported
-    return json.dumps(asdict(Footprint(memory, seconds)))
+    return footprint_of(lambda: onnx_run(Path(path))({"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
 
 
 def vectors(runs: Run, tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
@@ -123,9 +113,4 @@ def _torch_run(folder: Path) -> Run:
 
 
 def _in_a_process(path: Path) -> Footprint:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise KflatsError(f"{path} cannot be run in a fresh process", cause=lines[-1])
-    result: Footprint = decode(Footprint, json.loads(done.stdout.splitlines()[-1]), "footprint")
-    return result
+    return in_fresh_process(_PROGRAM, str(path), what=str(path))

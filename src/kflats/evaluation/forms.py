@@ -17,7 +17,7 @@ from kflats.evaluation.outputs import Judge, Outputs
 from kflats.evaluation.running import device_of, modality_of
 from kflats.matrices.integer_kernels import integer_limit
 from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_, warn_without_effect
-from kflats.model.weights import is_kflats_config, pretrained_models
+from kflats.model.weights import described_models
 
 MOST_LOSS = 0.002
 """What "auto" allows a form to lose more than "dense": a fifth of what ``compress`` allows a model to lose. int8 loses
@@ -166,14 +166,7 @@ def _times(model: nn.Module, forms: list[RunForm]) -> dict[RunForm, float]:
     """
     if len(forms) == 1:
         return dict.fromkeys(forms, 1.0)
-    runner = next(
-        (
-            part
-            for _, part in pretrained_models(model)
-            if is_kflats_config(getattr(part.config, "quantization_config", None))
-        ),
-        model,
-    )
+    runner: nn.Module = next((part for part, _ in described_models(model)), model)
     contestants = []
     for form in forms:
         contestants.append(TorchModel(form, copy.deepcopy(runner)))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,12 +69,30 @@ def footprint(folder: str | os.PathLike[str]) -> Footprint:
         KflatsError: the process failed; its last line is the cause.
     """
     arguments = [os.fspath(folder), *(["trusted"] if trusts_remote_code() else [])]
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True)
+    return in_fresh_process(_PROGRAM, *arguments, what=f"the model in {os.fspath(folder)}")
+
+
+def in_fresh_process(program: str, *arguments: str, what: str) -> Footprint:
+    """What ``footprint_of`` says in a process of its own, whose ``program`` prints it last; ``what``: for errors.
+
+    Raises:
+        KflatsError: the process failed; its last line is the cause.
+    """
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise KflatsError(f"the model in {os.fspath(folder)} cannot be run in a fresh process", cause=lines[-1])
+        raise KflatsError(f"{what} cannot be run in a fresh process", cause=lines[-1])
     result: Footprint = decode(Footprint, json.loads(done.stdout.splitlines()[-1]), "footprint")
     return result
+
+
+def footprint_of(start: Callable[[], object]) -> str:
+    """What ``start``, which loads a model and runs it once, takes in this process, as JSON."""
+    imported, began = peak_memory(), time.perf_counter()
+    start()
+    seconds, peak = time.perf_counter() - began, peak_memory()
+    memory = None if peak is None or imported is None else peak - imported
+    return json.dumps(asdict(Footprint(memory, seconds)))
 
 
 def peak_memory() -> int | None:
@@ -108,18 +127,13 @@ def measured_here(folder: str, trusted: str = "") -> str:
             )
             for name in ("AutoModel", *(getattr(config, "architectures", None) or ())):
                 getattr(library, name, None)  # imports the code of the model
-        return _measured(folder)
+        return footprint_of(partial(_loaded_and_run, folder))
 
 
-def _measured(folder: str) -> str:
-    """The same, once the code of the model is imported."""
-    imported, start = peak_memory(), time.perf_counter()
+def _loaded_and_run(folder: str) -> None:
     model = load_model(folder)
     with torch.inference_mode():
         run(model, collate(drawn_samples(model, 1, _TOKENS), 0))
-    seconds, peak = time.perf_counter() - start, peak_memory()
-    memory = None if peak is None or imported is None else peak - imported
-    return json.dumps(asdict(Footprint(memory, seconds)))
 
 
 COLUMNS = ("", "original", "bfloat16", "compressed", "compressed / original")

@@ -59,6 +59,17 @@ class Problem:
         """(n,) row weights, None where every row counts the same."""
         return self.weighting.row_weights
 
+    def check(self, method: str, accepts: frozenset[str]) -> None:
+        """Whether a method that ``accepts`` these parts of a weighting can take it.
+
+        Raises:
+            KflatsError: another weighting, or rows or weights that are not finite.
+        """
+        check_accepts(method, accepts, self.weighting)
+        check_finite(self.rows)
+        if self.weighting.form.left == "diagonal":
+            check_weights(self.row_weights, self.rows.shape[0])
+
     def starts(self, count: int) -> tuple[Problem, ...]:
         """This problem, and ``count`` - 1 more with seeds that are drawn from its own."""
         draws = torch.randint(2**31 - 1, (count - 1,), generator=torch.Generator().manual_seed(self.seed)).tolist()
@@ -181,10 +192,7 @@ class Method(Protocol):
             KflatsError: too few bytes, a weighting that is not in ``accepts``, or rows that are not finite.
         """
         start = time.perf_counter()
-        check_accepts(type(self).__name__, self.accepts, problem.weighting)
-        check_finite(problem.rows)
-        if problem.weighting.form.left == "diagonal":
-            check_weights(problem.row_weights, problem.rows.shape[0])
+        problem.check(type(self).__name__, self.accepts)
         fit = self._fit(problem)
         if fit.objective and not math.isfinite(fit.objective[-1]):
             raise KflatsError(

@@ -13,7 +13,7 @@ from kflats.common.run_forms import FormLoss, RunForm, check_run_form
 from kflats.common.schema import decode
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix
-from kflats.model.weights import factored_layers, is_kflats_config, pretrained_models
+from kflats.model.weights import described_models, factored_layers
 
 LOSSES = "forms"
 """The entry of a folder's description that holds what forms lose."""
@@ -62,20 +62,16 @@ def known_losses(model: nn.Module) -> tuple[FormLoss, ...]:
     Raises:
         KflatsError: a damaged description.
     """
-    for _, part in pretrained_models(model):
-        note = getattr(part.config, "quantization_config", None)
-        if is_kflats_config(note):
-            losses: tuple[FormLoss, ...] = decode(tuple[FormLoss, ...], note.get(LOSSES, []), LOSSES)
-            return losses
+    for _, note in described_models(model):
+        losses: tuple[FormLoss, ...] = decode(tuple[FormLoss, ...], note.get(LOSSES, []), LOSSES)
+        return losses
     return ()
 
 
 def forget_losses_(model: nn.Module) -> None:
     """Call this where weights change: what was measured is then of other weights."""
-    for _, part in pretrained_models(model):
-        note = getattr(part.config, "quantization_config", None)
-        if is_kflats_config(note):
-            part.config.quantization_config = {key: value for key, value in note.items() if key != LOSSES}
+    for part, note in described_models(model):
+        part.config.quantization_config = {key: value for key, value in note.items() if key != LOSSES}
 
 
 def _with_forms(model: nn.Module) -> list[FactoredLinear | FactoredHead | FactoredEmbedding]:

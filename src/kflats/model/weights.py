@@ -324,6 +324,13 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
+def described_models(model: nn.Module) -> Iterator[tuple[Any, JsonObject]]:
+    """Those of ``pretrained_models`` that have factored layers, with the description of these layers."""
+    for _, part in pretrained_models(model):
+        if is_kflats_config(note := getattr(part.config, "quantization_config", None)):
+            yield part, note
+
+
 def is_kflats_config(note: object) -> TypeGuard[JsonObject]:
     """Whether the ``quantization_config`` of a model is the description of its factored layers."""
     return isinstance(note, dict) and note.get("quant_method") == QUANT_METHOD

@@ -27,7 +27,7 @@ from kflats.common.hashing import crc32
 from kflats.common.schema import Json, decode, read_json
 from kflats.io.atomic import write_json
 from kflats.io.sources import TABLE_INDEX
-from kflats.tables.shards import ShardRecord, missing
+from kflats.tables.shards import ShardRecord, check_size
 
 Layout = Literal["compact", "fast"]
 HEAD = "head.safetensors"
@@ -93,14 +93,7 @@ class TableIndex:
         """
         records = {HEAD: self.head.bytes, **{shard_name(i): nbytes for i, nbytes in enumerate(self.shard_bytes)}}
         for name, nbytes in records.items():
-            if not (path := folder / name).is_file():
-                raise missing(path)
-            if (there := path.stat().st_size) != nbytes:
-                raise KflatsError(
-                    f"{path} is damaged: it has {there:,} bytes in place of {nbytes:,}",
-                    cause="a truncated file, or one of another table",
-                    hint="restore the file or compress the table again",
-                )
+            check_size(folder / name, nbytes)
 
     def save(self, folder: Path) -> None:
         """Write the index into ``folder``."""
@@ -151,15 +144,9 @@ def load_head(folder: Path, record: ShardRecord) -> dict[str, Tensor]:
         KflatsError: a missing, truncated or damaged head.
     """
     path = folder / HEAD
+    check_size(path, record.bytes)
     try:
-        if os.stat(path).st_size != record.bytes:
-            raise KflatsError(
-                f"{path} is damaged: {os.stat(path).st_size:,} bytes in place of {record.bytes:,}",
-                hint="restore the file or compress again",
-            )
         tensors: dict[str, Tensor] = load_file(path)
-    except FileNotFoundError as error:
-        raise missing(path) from error
     except (SafetensorError, OSError) as error:
         raise KflatsError(f"{path} cannot be read: {first_line(error)}", cause="a damaged file") from error
     if _head_checksum(tensors) != record.checksum:

@@ -8,7 +8,6 @@ for. Pages of a mapped file belong to the system: they are no private memory of 
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -110,6 +109,22 @@ def missing(path: Path) -> KflatsError:
     return KflatsError(f"{path} is missing", cause="the folder was moved, or copied in part", hint=hint)
 
 
+def check_size(path: Path, nbytes: int) -> None:
+    """Whether a file of a table is there, with as many bytes as it was written with.
+
+    Raises:
+        KflatsError: it is missing, or longer or shorter.
+    """
+    if not path.is_file():
+        raise missing(path)
+    if (there := path.stat().st_size) != nbytes:
+        raise KflatsError(
+            f"{path} is damaged: it has {there:,} bytes in place of {nbytes:,}",
+            cause="a truncated file, or one of another table",
+            hint="restore the file or compress the table again",
+        )
+
+
 def _checksum(arrays: Mapping[str, Array]) -> int:
     named = sorted(arrays.items())
     return crc32(part for name, values in named for part in (name, np.ascontiguousarray(values).view(np.uint8).data))
@@ -127,12 +142,9 @@ class Shard:
 
     def __init__(self, path: Path, record: ShardRecord) -> None:
         self.path = path
+        check_size(path, record.bytes)
         try:
-            if (size := os.stat(path).st_size) != record.bytes:
-                raise self.damaged(f"it has {size:,} bytes in place of {record.bytes:,}")
             tensors = mapped_tensors(path)
-        except FileNotFoundError as error:
-            raise missing(path) from error
         except (KflatsError, OSError) as error:
             raise self.damaged(first_line(error)) from error
         if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():

@@ -29,7 +29,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.torch_settings import one_thread
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
-from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
+from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding, symbols_of
 from kflats.numerics.large_matrices import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
 
 _ALL = slice(None)
@@ -280,13 +280,8 @@ class _Blocks:
             at = rows.unsqueeze(1), columns
             made, own = (of[r, c, : len(rows), : len(columns)] for of in (values, seen))
             shrink = shrinks[self.how.contexts[at].long()]
-            levels[at], targets[at] = _symbols_of(made, shrink), own
+            levels[at], targets[at] = symbols_of(made, shrink), own
         return Rounded(levels, targets)
-
-
-def _symbols_of(values: Tensor, shrink: Tensor) -> Tensor:
-    """int16, of which these are the values."""
-    return (values.abs() + shrink).round_().mul_(values.sign()).to(torch.int16)
 
 
 def _begun(one: ToRound) -> Rounded | _Blocks:
@@ -398,7 +393,7 @@ def _by_columns(one: ToRound, how: Rounding) -> Rounded:
                 at = start + i
                 errors[:, at] = wanted[:, at] - lists.values(mine[:, i], shrink[:, i], places[:, i])
                 mine[:, i + 1 :].addr_(errors[:, at], inside[i + 1 :, i])
-            levels[rows, order[block]] = _symbols_of(wanted[:, block] - errors[:, block], shrink)
+            levels[rows, order[block]] = symbols_of(wanted[:, block] - errors[:, block], shrink)
         targets[rows, order] = seen
     return Rounded(levels, targets)
 

@@ -49,6 +49,11 @@ _STATE_BITS = _STATES - 1
 Integers = npt.NDArray[np.int32]
 
 
+def symbols_of(values: Tensor, shrink: Tensor) -> Tensor:
+    """int16, of which these are the values in steps; ``shrink`` of each."""
+    return (values.abs() + shrink).round_().mul_(values.sign()).to(torch.int16)
+
+
 def subsets_of(free: Tensor) -> Tensor:
     """The remainder modulo 4 of every entry, (n, d) uint8, from the free bits (n, d) uint8 of all entries.
 
@@ -157,8 +162,7 @@ class PathRounding:
         """(n, d) int16, of which these are the values."""
         shrinks, symbols = self.shrink.to(values.dtype), torch.empty(values.shape, dtype=torch.int16)
         for here in stripes(values):
-            shrink = shrinks[self.contexts[here].long()]
-            symbols[here] = (values[here].abs() + shrink).round_() * values[here].sign()
+            symbols[here] = symbols_of(values[here], shrinks[self.contexts[here].long()])
         return symbols
 
     def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
