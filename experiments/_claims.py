@@ -296,11 +296,11 @@ def element_weights(results: Path) -> str:
     found = numbers_of(results, "element_fisher")
     if found is None:
         return NOT_RUN
-    means = {row["weighted by"]: row["mean"] for row in found["rows"]}
-    told = ", ".join(f"{way} {mean:.4f}" for way, mean in means.items())
-    _, both, each = means.values()
+    told = "; ".join(f"{row['weighted by']} {row['mean']:.4f} / {row['p5']:.4f}" for row in found["rows"])
+    _, both, each = (row["mean"] for row in found["rows"])
     verdict = "above" if each > both else "not above"
-    return f"mean cosine of an encoder: {told}: {verdict} weights for rows and columns {link('element_fisher')}"
+    about = f"cosines of an encoder at a third of its ranks, mean / 5th percentile: {told}"
+    return f"{about}: in the mean {verdict} weights for rows and columns {link('element_fisher')}"
 
 
 def time_of_distances(results: Path) -> str:
