@@ -39,7 +39,7 @@ from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.trellis import SHORTEST, PathRounding
 from kflats.numerics.large_matrices import stripes
-from kflats.numerics.rows import GRAM_BLOCK, Rows
+from kflats.numerics.rows import Rows, whole_matrix
 
 _LONG = 16
 """Rows a column, or columns a row, up to which ``Auto()`` tries it where not both sides are coupled."""
@@ -268,7 +268,7 @@ class _Source:
     @classmethod
     def of(cls, given: Rows, weighting: Weighting, damping: float, *, paths: bool = False) -> _Source:
         """``paths``: in the order of the matrix, for integers that follow paths."""
-        matrix = torch.cat([block for _, block in given.blocks(GRAM_BLOCK)]).detach().to("cpu", torch.float32)
+        matrix = whole_matrix(given).detach().to("cpu", torch.float32)
         n, d = matrix.shape
         rows = side_of(weighting.left, n, damping, ordered=not paths)
         columns = side_of(weighting.right, d, damping, ordered=not paths)

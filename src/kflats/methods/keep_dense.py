@@ -13,7 +13,7 @@ from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import DenseMatrix
 from kflats.methods.protocol import Factored, Method, Problem, Produces, refuse_bytes
 from kflats.methods.svd import SVD
-from kflats.numerics.rows import GRAM_BLOCK, Rows
+from kflats.numerics.rows import Rows, whole_matrix
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class KeepDense(Method):
         least = self.cost(problem.rows.shape, 0, problem.itemsize)
         if problem.nbytes < least:
             raise refuse_bytes(problem, least, f"all numbers at {problem.itemsize} bytes")
-        return Factored(DenseMatrix(torch.cat([block for _, block in problem.rows.blocks(GRAM_BLOCK)])))
+        return Factored(DenseMatrix(whole_matrix(problem.rows)))
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Bytes of the whole matrix, whatever the rank."""

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.large_matrices import zero_matrix
-from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, gram_block, slices
+from kflats.numerics.rows import (
+    GRAM_BLOCK,
+    Rows,
+    ScaledRows,
+    TensorRows,
+    WidenedRows,
+    all_rows,
+    gram_block,
+    slices,
+    whole_matrix,
+)
 
 _STRIPS = 4  # stripes of columns in a halved product: the fastest of 2..6 at 384 columns
 _WIDE = 128  # columns; with fewer, one whole product is as fast
@@ -120,7 +130,7 @@ def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
     if n >= d:
         return top_eigenvectors(gram_of(rows, weights), d)
     # A new tensor, also where the rows are in float64.
-    block = rows.take(torch.arange(n, device=rows.device)).to(torch.float64, copy=True)
+    block = whole_matrix(rows).to(torch.float64, copy=True)
     block.mul_(weights.to(block).sqrt().unsqueeze(1))
     energies, turn = top_eigenvectors(block @ block.T, n)
     known = max(1, int((energies > RANK_FLOOR * energies[0]).sum()))
@@ -250,7 +260,7 @@ class WideRows:
         n, d = rows.shape
         lengths = row_lengths(rows)
         inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-        whole = rows.take(torch.arange(n, device=rows.device))
+        whole = whole_matrix(rows)
         total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
         for part in torch.arange(d, device=rows.device).split(_PANEL):
             wide = whole[:, part].to(torch.float64) * inverse.unsqueeze(1)

@@ -184,9 +184,14 @@ def gram_block(rows: Rows) -> int:
     return min(GRAM_BLOCK, max(1, _GRAM_NUMBERS // rows.shape[1]))
 
 
+def whole_matrix(rows: Rows) -> Tensor:
+    """The whole matrix (n, d) in memory, in its own type."""
+    return rows.take(torch.arange(rows.shape[0], device=rows.device))
+
+
 def all_rows(rows: Rows) -> Tensor:
     """The whole matrix (n, d) in memory, in float64."""
-    return rows.take(torch.arange(rows.shape[0], device=rows.device)).to(torch.float64)
+    return whole_matrix(rows).to(torch.float64)
 
 
 def as_rows(matrix: Tensor | Rows) -> Rows:

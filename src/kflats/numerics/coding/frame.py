@@ -22,7 +22,7 @@ from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, s
 from kflats.numerics.coding.tables import FARTHEST, Tables, tables_for
 from kflats.numerics.gram import principal_axes
 from kflats.numerics.large_matrices import stripes
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, TensorRows, slices
+from kflats.numerics.rows import MetricRows, PartOfRows, Rows, TensorRows, gram_block, slices, whole_matrix
 from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
 RowBlock: TypeAlias = tuple[int, int, Tensor]
@@ -312,7 +312,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     else:
         w = w * (n / w.sum())
     measured = MetricRows(rows, metric.factor)
-    norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(GRAM_BLOCK)]).to(torch.float64)
+    norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(gram_block(measured))]).to(torch.float64)
     lengths = norms * w.sqrt()
     longest = float(lengths.max())
 
@@ -341,14 +341,14 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     if cap < longest:
         # Axes are those of rows that count alike; what an error of an axis costs, all rows say as they are.
         energies = torch.zeros(len(axes), dtype=torch.float64)
-        for here, block in slices(measured, GRAM_BLOCK):
+        for here, block in slices(measured, gram_block(measured)):
             z = block.to(torch.float64) @ axes.to(torch.float64).T
             energies += w[here] @ z.square()
     none = torch.zeros(0, dtype=torch.float32)
     directions, reader = _times(axes, metric.inverse), metric.factor
     turned: Rows = MetricRows(rows, _read(axes, reader).T)
     if n <= _SAMPLE:
-        turned = TensorRows(turned.take(torch.arange(n)))
+        turned = TensorRows(whole_matrix(turned))
     bare = Source(
         rows, turned, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
     )
@@ -381,7 +381,7 @@ def _least_squares(basis: Tensor, read: Tensor) -> Tensor:
 
 def sum_of(rows: Rows, index: Tensor) -> Tensor:
     """(d,) float64 sum of the rows at ``index``."""
-    parts = (rows.take(part).to(torch.float64).sum(0) for part in index.split(GRAM_BLOCK))
+    parts = (rows.take(part).to(torch.float64).sum(0) for part in index.split(gram_block(rows)))
     return torch.stack(list(parts)).sum(0)
 
 
