@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import kflats
-from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats import SVD, Auto, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
@@ -111,6 +111,16 @@ def test_a_tokenizer_of_another_model(tiny_model, tiny_tokenizer):
         with pytest.raises(KflatsError, match="another model"):
             compress_(model, recipe, keep="50%", texts=data, tokenizer=tiny_tokenizer, quiet=True)
         assert model.get_input_embeddings() is before
+
+
+def test_a_model_of_texts_without_a_tokenizer_says_that_nothing_is_measured(tiny_model, capsys):
+    compress_(tiny_model("bert"), {"all": Auto()}, size="60%")
+    assert "nothing is measured: there is no tokenizer" in capsys.readouterr().err
+
+
+def test_a_folder_in_place_of_a_model(folder):
+    with pytest.raises(KflatsError, match=r"expected a model, found str.*compress_folder"):
+        compress_(str(folder), SVD(), keep="50%", quiet=True)  # type: ignore[arg-type]
 
 
 def test_texts_without_a_tokenizer(tiny_model):

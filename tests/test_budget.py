@@ -82,6 +82,15 @@ def test_nonsense_is_refused(text: str, says: str) -> None:
     assert caught.value.hint or caught.value.cause
 
 
+@pytest.mark.parametrize("text", ["8e6", "0MB", "8,5MB"])
+@pytest.mark.parametrize(("scope", "form", "other"), [("file", "2 bits", "% ranks"), ("weights", "% ranks", "bits")])
+def test_what_is_offered_instead_is_of_the_same_scope(text: str, scope: str, form: str, other: str) -> None:
+    with pytest.raises(KflatsError) as caught:
+        parse_budget(text, scope)
+    assert form in caught.value.hint
+    assert other not in caught.value.hint
+
+
 @pytest.mark.parametrize("value", [0.6, 12_000_000, None, True, b"60%"])
 def test_only_text_or_a_budget(value: object) -> None:
     with pytest.raises(KflatsError, match="not a budget"):

@@ -369,7 +369,7 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--quality", "98%"), "'--quality'"),
+        (("--quality", "high"), "write .98, or 98%"),
         (("--keep", "60%", "--size", "1MB"), "are both given"),
         (("--keep", "0.6"), "0.6"),
         (("--keep", "300%"), "more than the original"),

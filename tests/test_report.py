@@ -129,7 +129,7 @@ def test_notes_of_many_weights_stay_readable() -> None:
     text = str(replace(sample(), weights=(*weights, dense("last", "dense: too narrow"))))
     assert "layer.3: noticed 3" in text
     assert "last: dense: too narrow" in text
-    assert "(8 more notes: see the report file)" in text
+    assert "(8 more in kflats_report.json)" in text
     assert "layer.12: noticed" not in text
 
 
@@ -221,7 +221,7 @@ def test_what_stays_dense_is_said_with_its_reason() -> None:
     assert report.weights[1].dense
     assert report.weights[1].mean_rank == 64
     many = replace(report, weights=tuple(dense(f"layer.{i}", "dense: because") for i in range(30)))
-    assert "(18 more notes: see the report file)" in str(many)
+    assert "(18 more in kflats_report.json)" in str(many)
     assert read(written(report)) == report
 
 

@@ -62,6 +62,15 @@ TAKE_POWER = ("counts", "zipf", "token-fisher")
 """The importances with a power."""
 
 
+def _share(text: str) -> float:
+    """A number between 0 and 1, which may be written in per cent."""
+    number = text.strip()
+    try:
+        return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no number; write .98, or 98%") from error
+
+
 def conflict(option: str, other: str, hint: str) -> KflatsError:
     """The error for two options that exclude each other."""
     return KflatsError(f"{option} cannot be used with {other}", hint=hint)
@@ -218,8 +227,9 @@ class BudgetOptions:
         float | None,
         typer.Option(
             metavar="Q",
+            parser=_share,
             help="compress: in place of a size, the smallest folder whose outputs keep this share of the original's "
-            f"quality. Default without a size: {DEFAULT_QUALITY}.",
+            f"quality, as .98 or 98%. Default without a size: {DEFAULT_QUALITY}.",
         ),
     ] = None
     weights: Annotated[
@@ -310,7 +320,8 @@ class TableOptions:
                 raise KflatsError("no model is given", hint="kflats compress MODEL, or --table SOURCE")
         elif model is not None or others:
             chosen = "--size, --layout, --flats, --row-weights, --column"
-            raise conflict("--table", ", ".join([*(["MODEL"] if model else []), *others]), chosen)
+            given = [*(["MODEL"] if model else []), *others]
+            raise conflict("--table", ", ".join(given), f"{chosen}; leave {given[0]} out")
         elif size is None:
             raise KflatsError("a table needs a size", hint='--size "2 bits", or --size 8GB')
 
@@ -386,7 +397,7 @@ class RecipeOptions:
         str | None,
         typer.Option(
             help="How numbers are stored: float32, float16, bfloat16; transform (smallest for tables), feedback "
-            '(smallest for layers with data), int8, int4, "int4 32" (one scale for 32 columns). Default: '
+            '(smallest for layers with data), int2 to int8, "int4 32" (one scale for 32 columns). Default: '
             "the model's own type."
         ),
     ] = None

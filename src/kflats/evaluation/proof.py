@@ -214,7 +214,7 @@ class Proof:
         threads = max(one.threads for one in self.latencies)
         return (
             f"medians of {min(turns)} to {max(turns)} turns; the ratio is the median of the ratios of single turns, "
-            f"with its 95 % interval; {threads} threads"
+            f"with its 95 % interval; {threads} thread{'s' if threads > 1 else ''}"
         )
 
 

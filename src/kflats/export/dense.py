@@ -47,7 +47,8 @@ class DenseExport:
     bias_loss: float | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: {self.weight_bytes:,} bytes of weights, {len(self.weights)} of them dense again"]
+        again = f"{len(self.weights)} of them dense again" if self.weights else "none of which was compressed"
+        lines = [f"{self.folder}: {self.weight_bytes:,} bytes of weights, {again}"]
         if self.dropped_biases:
             known = "" if self.bias_loss is None else f", and lose {number(self.bias_loss)} more by it"
             lines.append(f"biases left out, so outputs differ{known}: {some(self.dropped_biases)}")

@@ -391,7 +391,11 @@ def _load(model: nn.Module, path: Path, file: Any) -> None:
     """Replace the described layers, check every name and shape, and read the tensors."""
     header = file.metadata() or {}
     if "kflats" not in header:
-        raise KflatsError(f"{path} has no description of layers", cause="kflats.save did not write this file")
+        raise KflatsError(
+            f"{path} has no description of layers",
+            cause="kflats.save did not write this file",
+            hint="from_pretrained of transformers, after import kflats, for a folder with a config.json",
+        )
     note = json.loads(header["kflats"])
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     shared = note.get("shared") if isinstance(note, dict) and note.keys() == {"layers", "shared"} else None

@@ -259,7 +259,7 @@ def _of_safetensors(path: Path, name: str) -> Rows:
             _, entries = read_header(file, path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    matrices = [one for one, entry in entries.items() if name in ("", one) and len(entry.shape) == 2]
+    matrices = [one for one, entry in entries.items() if len(entry.shape) == 2]
     chosen = _only(path, "tensor", matrices, name)
     return TensorRows(mapped_tensors(path, chosen)[chosen])  # pages are read when they are used
 
@@ -318,7 +318,7 @@ def _of_arrow(path: Path, name: str) -> Rows:
 
 def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
     """The column of lists that is chosen."""
-    lists = [one.name for one in schema if _is_list(arrow, one.type) and name in ("", one.name)]
+    lists = [one.name for one in schema if _is_list(arrow, one.type)]
     return _only(path, "column of lists", lists, name)
 
 
@@ -412,16 +412,17 @@ def _is_list(arrow: Any, kind: Any) -> bool:
 
 
 def _only(path: Path, what: str, names: list[str], name: str) -> str:
-    if len(names) == 1:
-        return names[0]
-    if names:
-        raise KflatsError(
-            f"{path} has more than one {what}: {', '.join(names[:8])}", hint="the name of one of them (--column NAME)"
-        )
+    """The one of ``names`` that is called ``name``, or the only one where that is ""."""
+    chosen = [one for one in names if name in ("", one)]
+    if len(chosen) == 1:
+        return chosen[0]
+    listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+    if chosen:
+        raise KflatsError(f"{path} has more than one {what}: {listed}", hint="the name of one of them (--column NAME)")
     wanted = f" called {name!r}" if name else ""
     raise KflatsError(
         f"{path} has no {what}{wanted} that is a table of floats",
-        hint="the name of a table in the file (--column NAME)",
+        hint=f"one of: {listed} (--column NAME)" if names else "a file with a table of floats",
     )
 
 

@@ -84,6 +84,21 @@ class Weight:
     type_is_read: bool = False
 
 
+def check_model(model: object) -> None:
+    """Raise KflatsError for what is no module, such as the name of a folder.
+
+    >>> check_model("my-model")
+    Traceback (most recent call last):
+    kflats.common.errors.KflatsError: expected a model, found str. Try: a loaded model; compress_folder takes the \
+name of a folder.
+    """
+    if not isinstance(model, nn.Module):
+        raise KflatsError(
+            f"expected a model, found {type(model).__name__}",
+            hint="a loaded model; compress_folder takes the name of a folder",
+        )
+
+
 def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
 
@@ -97,7 +112,11 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     >>> model["out"].weight = model["words"].weight      # a tie
     >>> [(w.name, w.shape, [p.role for p in w.places]) for w in find_weights(model)]
     [('words', (9, 4), ['embedding', 'head'])]
+
+    Raises:
+        KflatsError: ``model`` is no module.
     """
+    check_model(model)
     uses: dict[int, list[tuple[str, nn.Module, str]]] = {}
     raw: dict[int, Weight] = {}
     same = _ties_to_come(model)
@@ -158,11 +177,14 @@ def find_weight(model: nn.Module, name: str) -> Weight:
     for candidate in spellings(model, plain):
         if (module := submodule(model, candidate)) is not None and candidate:
             raise KflatsError(f"{name!r} cannot be factored", cause=_reason(model, candidate, module))
-    near = difflib.get_close_matches(plain, by_place, n=5, cutoff=0.4) or list(by_place)[:5]
+    near = difflib.get_close_matches(plain, by_place, n=5, cutoff=0.4)
+    named = f"a name such as {', '.join(near)}" if near else "linear, conv, embeddings or all"
     raise KflatsError(
         f"the model has no weight called {name!r}",
         cause="a misspelled name, or the name of another architecture",
-        hint=f"one of: {', '.join(near)}" if near else "a model with embeddings, linear layers or convolutions",
+        hint=f"{named}; kflats inspect MODEL lists the names"
+        if by_place
+        else "a model with embeddings, linear layers or convolutions",
     )
 
 

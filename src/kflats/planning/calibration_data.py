@@ -40,7 +40,7 @@ from kflats.evaluation.trial import Trial, tried, tried_on_drawn
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_total
-from kflats.model.weights import Weight, dense_weight
+from kflats.model.weights import Weight, check_model, dense_weight
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import Recipe, to_json
 
@@ -183,7 +183,8 @@ class CalibrationData:
         return replace(self, texts=made.counted, windows=made)
 
     def check_reader(self, model: nn.Module) -> None:
-        """Raises KflatsError for texts that ``model`` cannot read."""
+        """Raises KflatsError for what is no model, and for texts that ``model`` cannot read."""
+        check_model(model)
         modalities = modalities_of(model)
         if self.texts is not None and modalities and "input_ids" not in modalities:
             raise KflatsError(
@@ -238,12 +239,14 @@ class CalibrationData:
         ``scratch``: a folder for what shall not stay in memory; ``file``: for the statistics (``measure``)."""
         needs = needed(recipes)
         if not needs:
-            others = modalities_of(model) not in ((), ("input_ids",))
+            reads = modalities_of(model)
             told = model in self._read
-            if others and not told and not self.measurable and any(recipe.chooses for _, recipe in recipes):
+            if reads and not told and not self.measurable and any(recipe.chooses for _, recipe in recipes):
                 self._read[model] = False
-                reads = f"{type(model).__name__} reads {spoken_modalities(model)}"
-                announce(f"nothing is measured: {reads}; the errors of all numbers count the same", quiet=quiet)
+                why = f"{type(model).__name__} reads {spoken_modalities(model)}"
+                if reads == ("input_ids",):
+                    why = "there is no tokenizer for the sentences that would be drawn"
+                announce(f"nothing is measured: {why}; the errors of all numbers count the same", quiet=quiet)
             return self
         if self.statistics is not None:
             self.statistics.check(model)
@@ -389,11 +392,17 @@ def gather(
     """The data as one value: each iterable is read once, and checked.
 
     Raises:
-        KflatsError: one string in place of several, items that are not texts, or no samples.
+        KflatsError: one string in place of several, items that are not texts, no samples, or a tokenizer that cannot
+            be called.
     """
     check_samples(samples)
     batches = None if calibration is None else _kept(calibration, batches=True)
-    return CalibrationData(None if texts is None else _kept(texts), tokenizer, batches, objective, statistics, samples)
+    kept = None if texts is None else _kept(texts)
+    if tokenizer is not None and not callable(tokenizer):
+        raise KflatsError(
+            f"expected a tokenizer, found {type(tokenizer).__name__}", hint="a loaded tokenizer, and not its name"
+        )
+    return CalibrationData(kept, tokenizer, batches, objective, statistics, samples)
 
 
 def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]]:
@@ -413,7 +422,8 @@ def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     for item in items:
         if not isinstance(item, str) and not (batches and isinstance(item, Mapping)):
             expected = "texts or batches (dicts of tensors)" if batches else "texts"
-            raise KflatsError(f"expected {expected}, found {type(item).__name__}", hint="a list of strings")
+            hint = "a list of strings" + (", or of batches such as {'input': tensor}" if batches else "")
+            raise KflatsError(f"expected {expected}, found {type(item).__name__}", hint=hint)
     return items
 
 

@@ -42,7 +42,11 @@ _UNITS["b", "params"] = _UNITS["b", "parameters"] = _UNITS["g", "params"]
 _SYNTAX = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?|[+-]?nan|[+-]?inf)\s*([a-z%]*)(?:\s+([a-z]+))?", re.I
 )
-_FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes), "5.2M params" or "33% ranks"'
+_FORMS = {
+    "weights": 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes), "5.2M params" or "33% ranks"',
+    "file": 'a size of all weight files as "8MB" (8e6 bytes), "10%" or "2 bits" (a number)',
+}
+"""What a budget may be, for each scope."""
 _FILES = " of all files"
 _LARGER = ", larger allowed"
 _HEADER_ENTRY = 78
@@ -78,14 +82,17 @@ class Budget:
     larger: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in ("weights", "file"):
-            raise KflatsError(f"no budget is of kind {self.kind!r} and scope {self.scope!r}", hint=_FORMS)
+        if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in _FORMS:
+            raise KflatsError(
+                f"no budget is of kind {self.kind!r} and scope {self.scope!r}", hint="; or ".join(_FORMS.values())
+            )
+        forms = _FORMS[self.scope]
         if not 0 < self.amount < _MOST:  # nan lands here as well
             many = "is larger than any model" if self.amount >= _MOST else "keeps nothing"
-            raise KflatsError(f"a budget of {self.amount} {self.kind} {many}", hint=_FORMS)
+            raise KflatsError(f"a budget of {self.amount} {self.kind} {many}", hint=forms)
         if self.larger and (self.scope == "file" or self.kind not in ("fraction", "bytes", "params")):
             raise KflatsError(
-                f"a budget of {self} is not supported", cause="a larger size is for named weights", hint=_FORMS
+                f"a budget of {self} is not supported", cause="a larger size is for named weights", hint=forms
             )
         if self.kind in ("fraction", "ranks") and self.amount > self.most:
             able = self.kind == "fraction" and self.scope == "weights" and not self.larger
@@ -96,7 +103,7 @@ class Budget:
                 hint="at most 100%; '40% compression' in the papers is a budget of 60%" + asked,
             )
         if self.kind in ("bytes", "params") and self.amount != int(self.amount):
-            raise KflatsError(f"a budget of {self.amount} {self.kind} is not a whole number", hint=_FORMS)
+            raise KflatsError(f"a budget of {self.amount} {self.kind} is not a whole number", hint=forms)
         if self.kind in ("params", "ranks") and self.scope == "file":
             share = "count of parameters" if self.kind == "params" else "share of ranks"
             raise KflatsError(f"a file cannot be bounded by a {share}", hint='a file budget such as "40MB"')
@@ -175,13 +182,14 @@ class Budget:
         if allowed > self.most * total:
             raise KflatsError(
                 f"a budget of {self} ({allowed:,} bytes) is more than {whose} take now ({total:,} bytes)",
-                hint="a smaller budget, which counts the named weights or all weight files",
+                hint=f"at most {total:,} bytes" + ("" if self.kind == "bytes" else f": {self} means {allowed:,}"),
             )
         if allowed <= rest:
             raise DoesNotFitError(
                 f"a budget of {self} ({allowed:,} bytes) keeps nothing of the named weights: "
                 f"everything else takes {rest:,} of {total:,} bytes",
-                hint="a larger budget, or name more weights",
+                cause="weights that are not named stay as they are, and so do biases and norms; files have headers",
+                hint="a larger budget, or more weights where not all are named (--weights all)",
             )
         return min(allowed - rest, self.most * original)
 
@@ -212,14 +220,14 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
     if size.endswith(_FILES):
         size, scope = size.removesuffix(_FILES), "file"
     if (match := _SYNTAX.fullmatch(size)) is None:
-        raise KflatsError(f"{text!r} is not a budget", hint=_FORMS)
+        raise KflatsError(f"{text!r} is not a budget", hint=_FORMS[scope])
     unit, noun = match[2].lower(), (match[3] or "").lower()
     if unit in ("params", "parameters") and not noun:
         unit, noun = "", unit
     if (unit, noun) not in _UNITS:
         ambiguous = "a number without a unit is ambiguous: it might be a share kept, a share removed, or bytes"
         cause = f"unknown unit {f'{unit} {noun}'.strip()!r}" if unit or noun else ambiguous
-        raise KflatsError(f"{text!r} is not a budget", cause=cause, hint=_FORMS)
+        raise KflatsError(f"{text!r} is not a budget", cause=cause, hint=_FORMS[scope])
     kind, scale = _UNITS[unit, noun]
     amount = Decimal(match[1]) * scale
     # Sizes are rounded down: a budget is never exceeded.

@@ -223,7 +223,7 @@ class Report:
         rows = [
             [
                 w.name,
-                str(w.method.get("type", "?")) + (f" k={w.method['k']}" if "k" in w.method else ""),
+                str(w.method.get("type", "?")) + (f" k={k}" if (k := w.method.get("k")) is not None else ""),
                 str(w.importance.get("type", "?")),
                 *before_after(w.bytes_before, w.bytes_after),
                 w.kept,
@@ -259,7 +259,7 @@ class Report:
             parts += ["", "vocabulary trimmed first; the sizes above are of the trimmed model:", str(self.trimming)]
         dense_first = sorted(self.weights, key=lambda w: not w.dense)
         if noted := [f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense_first if w.note or w.dense]:
-            more = [f"({len(noted) - _NOTES} more notes: see the report file)"] if len(noted) > _NOTES else []
+            more = [f"({len(noted) - _NOTES} more in {REPORT_FILE})"] if len(noted) > _NOTES else []
             parts += ["", *noted[:_NOTES], *more]
         if self.proof is not None:
             if self.trimming is None and self.proof.files[0] < self.model_bytes_before:
