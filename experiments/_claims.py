@@ -24,18 +24,22 @@ from messi_tasks import CHOSEN, best_k, method_name, with_chosen
 KS = [1, 2, 3, 5, 10]
 USUAL = ("MiniLM", "LeNet-300-100", "VGG-19, width 16")
 """The models of the experiments without ``--source``."""
-IN_FLOAT32 = ("messi_tasks",)
-"""The logs of task models that were not trained in bfloat16."""
+IN_FLOAT32 = ("messi_tasks", "fwsvd_groups_MiniLM-shared")
+"""The pages of task models that were not trained in bfloat16."""
 Said = Callable[[Path], str]
 """What a folder of results says of a claim."""
 
 
 def runs_of(results: Path, name: str, models: Sequence[str] = USUAL) -> list[Run]:
     """The newest runs of some models in a log, of those that were trained in the type of its page."""
-    precision, path = "float32" if name in IN_FLOAT32 else "bfloat16", results / f"{name}.jsonl"
-    return _log(path, path.stat().st_mtime_ns if path.is_file() else 0).newest(
-        lambda run: run.model in models and run.training.get("precision", precision) == precision
-    )
+    path = results / f"{name}.jsonl"
+
+    def shown(run: Run) -> bool:
+        page = name if run.model in USUAL else f"{name}_{run.model}"
+        precision = "float32" if page in IN_FLOAT32 else "bfloat16"
+        return run.model in models and run.training.get("precision", precision) == precision
+
+    return _log(path, path.stat().st_mtime_ns if path.is_file() else 0).newest(shown)
 
 
 @lru_cache(32)

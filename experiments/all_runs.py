@@ -35,6 +35,7 @@ COMMANDS = (
     ("messi_same_size.py", "--tasks", "cola,mrpc", *BFLOAT16),
     ("messi_search.py", "--tasks", "cola,mrpc", *BFLOAT16),
     ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb", *BFLOAT16),
+    ("fwsvd_groups.py", "--source", "shared", "--tasks", "stsb,cola"),
     ("fwsvd_tasks.py", "--tasks", "conll2003,sst2", *BFLOAT16),
     ("messi_lenet.py",),
     ("messi_vgg.py",),
