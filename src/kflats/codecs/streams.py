@@ -42,6 +42,9 @@ from kflats.numerics.large_matrices import stripes
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
+_AnyIntegers = npt.NDArray[np.integer[Any]]
+_PIECE = 2**20
+"""Integers that are widened at once: the axes of a wide matrix are as large as the matrix."""
 
 
 def damaged(symptom: str) -> KflatsError:
@@ -70,7 +73,7 @@ def models_of(tables: Tables) -> list[ContextModel]:
     return [model_of(-reach, tables.frequencies(k)) for k, reach in enumerate(tables.reach.tolist())]
 
 
-def encode_symbols(parts: Sequence[Integers], models: Sequence[ContextModel]) -> bytes:
+def encode_symbols(parts: Sequence[_AnyIntegers], models: Sequence[ContextModel]) -> bytes:
     """Integers, part after part, each by its own model.
 
     Raises:
@@ -79,7 +82,7 @@ def encode_symbols(parts: Sequence[Integers], models: Sequence[ContextModel]) ->
     coder = _library().stack.AnsCoder()
     for part, model in zip(reversed(parts), reversed(models), strict=True):  # the coder is a stack
         if model.coder is not None:
-            coder.encode_reverse(np.ascontiguousarray(part.reshape(-1) - model.first, dtype=np.int32), model.coder)
+            coder.encode_reverse(np.subtract(part.reshape(-1), model.first, dtype=np.int32), model.coder)
     data: bytes = coder.get_compressed().astype("<u4").tobytes()
     return data
 
@@ -116,7 +119,7 @@ class Writer:
         """Whole numbers, in ``struct``'s form."""
         self.data += struct.pack(form, *values)
 
-    def symbols(self, parts: Sequence[Integers], models: Sequence[ContextModel]) -> None:
+    def symbols(self, parts: Sequence[_AnyIntegers], models: Sequence[ContextModel]) -> None:
         """Integers, each part by its own model."""
         coded = encode_symbols(parts, models)
         self.put("<II", len(coded), _checksum(parts))
@@ -133,7 +136,9 @@ class Writer:
         """Integers of any shape, by a distribution of their own."""
         table = table_for(values)
         self.tables(table)
-        self.symbols([values.to(torch.int32).numpy()], models_of(table))
+        # The coder is a stack: pieces of one model take the bytes of the whole.
+        pieces = [piece.numpy() for piece in values.flatten().split(_PIECE)]
+        self.symbols(pieces, models_of(table) * len(pieces))
 
 
 class Reader:
@@ -188,7 +193,7 @@ class Reader:
         return torch.from_numpy(integers).view(*shape)
 
 
-def _checksum(parts: Sequence[Integers]) -> int:
+def _checksum(parts: Sequence[_AnyIntegers]) -> int:
     return crc32(np.ascontiguousarray(part, dtype="<i4").reshape(-1).data for part in parts)
 
 

@@ -695,7 +695,8 @@ class CodedMatrix(Matrix):
         basis = self._get("basis")
         if basis is None:
             return [None]
-        return [part.to(dtype) * (1.0 / _BASIS_UNIT) for part in basis.split([rank for _, rank in self.geometry.parts])]
+        parts = basis.split([rank for _, rank in self.geometry.parts])
+        return [part.to(dtype).mul_(1.0 / _BASIS_UNIT) for part in parts]
 
     def _project(self, flat: int, coordinates: Tensor, bases: Sequence[Tensor | None] | None = None) -> Tensor:
         """(..., columns in use) -> (..., d), in the coordinates' type; ``bases``: where they are known."""

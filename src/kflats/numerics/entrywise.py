@@ -240,7 +240,7 @@ class HeldBackRows(MappedRows):
 
     def __init__(self, rows: Rows) -> None:
         super().__init__(rows, rows.shape[1], rows.dtype)
-        self.sizes = torch.cat([block.abs().median(1).values for _, block in rows.blocks(BLOCK)])
+        self.sizes = torch.cat([block.abs().median(1).values for _, block in slices(rows)])
         self.columns = torch.zeros(rows.shape[1], dtype=rows.dtype, device=rows.device)
         alive = (self.sizes > 0).nonzero().squeeze(1)
         chosen = alive[:: max(1, -(-len(alive) // SAMPLE))]

@@ -62,7 +62,7 @@ class Assignment:
 
 def squared_norms(rows: Rows) -> Tensor:
     """(n,) squared row norms."""
-    return torch.cat([torch.linalg.vector_norm(block, dim=1).square_() for _, block in rows.blocks(BLOCK)])
+    return torch.cat([torch.linalg.vector_norm(block, dim=1).square_() for _, block in slices(rows)])
 
 
 def assign(

@@ -267,13 +267,14 @@ class Frame:
 
     def blocks(self) -> Iterator[RowBlock]:
         """All coordinates, class by class."""
+        size = min(_BLOCK, gram_block(self.source.rows))
         for c, members in enumerate(self.source.members):
             encoder = torch.empty(self.encoder.shape[::-1], dtype=torch.float32)
             for here in stripes(encoder):
                 encoder[here] = self.encoder.T[here] / float(self.steps[c])
             center = self.centers[c].to(torch.float32).unsqueeze(1)
-            for start in range(0, len(members), _BLOCK):
-                block = self.source.rows.take(members[start : start + _BLOCK]).to(torch.float32)
+            for start in range(0, len(members), size):
+                block = self.source.rows.take(members[start : start + size]).to(torch.float32)
                 yield c, start, encoder @ block.T - center
 
     def survey(
