@@ -26,13 +26,18 @@ from kflats.numerics.coding.feedback import (
     Rounding,
     ToRound,
     designed,
-    round_with_feedback,
     rounded_together,
     side_of,
 )
 from kflats.numerics.coding.quantizers import TRADE
 from kflats.numerics.coding.trellis import PathRounding
 from kflats.numerics.rows import TensorRows
+
+
+def round_with_feedback(*given: Any) -> Rounded:
+    """Of one matrix alone."""
+    (made,) = rounded_together([ToRound(*given)])
+    return made
 
 
 def gram(size: int, seed: int, *, rank: int | None = None) -> torch.Tensor:

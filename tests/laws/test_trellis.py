@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +20,19 @@ from kflats.importance.protocol import Weighting
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem
 from kflats.numerics.coding import feedback, trellis
-from kflats.numerics.coding.feedback import Rounded, designed, round_with_feedback, side_of
+from kflats.numerics.coding.feedback import Rounded, ToRound, designed, rounded_together, side_of
 from kflats.numerics.coding.tables import table_for
 from kflats.numerics.coding.trellis import PathRounding, best_subsets, bits_in_subset, free_bits, pays, subsets_of
 from kflats.numerics.rows import TensorRows
 
 CONTEXT_MODEL_AT = 13
 """The byte of a stream that names its context model (docs/files.md)."""
+
+
+def round_with_feedback(*given: Any) -> Rounded:
+    """Of one matrix alone."""
+    (made,) = rounded_together([ToRound(*given)])
+    return made
 
 
 def subsets_one_by_one(bits: tuple[int, ...]) -> list[int]:

@@ -191,36 +191,10 @@ class Rounded:
     targets: Tensor
 
 
-def round_with_feedback(
-    matrix: Tensor,
-    rows: MetricSide,
-    columns: MetricSide,
-    row_steps: Tensor,
-    column_steps: Tensor,
-    how: Rounding | PathRounding,
-) -> Rounded:
-    """Round ``matrix`` (n, d) to symbols up to 16383; the step of an entry is that of its row times that of its column.
-
-    Computed in the type of the matrix: n d (n + d) multiplications, nearly all of them in products of blocks. If only
-    columns are coupled, it takes d vector operations. Else, or along paths, it takes about 2 (n + d), because blocks on
-    one anti-diagonal do not depend on each other, nor do entries on one anti-diagonal of a block. Paths follow these
-    entries, so that both sides must be in the order of the matrix. Nothing is random.
-
-    Raises:
-        KflatsError: numbers that are not finite; paths with sides in another order.
-
-    >>> matrix, metric = torch.full((1, 2), 0.4), side_of(torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 2)
-    >>> steps = torch.ones(1), torch.ones(2)
-    >>> round_with_feedback(matrix, side_of(None, 1), metric, *steps, Rounding.plain((1, 2))).levels.tolist()
-    [[0, 1]]
-    """
-    (made,) = rounded_together([ToRound(matrix, rows, columns, row_steps, column_steps, how)])
-    return made
-
-
 @dataclass(frozen=True)
 class ToRound:
-    """What ``round_with_feedback`` takes."""
+    """A ``matrix`` (n, d) that is to be rounded: ``rows`` and ``columns``, how its two sides are coupled; ``row_steps``
+    (n,) and ``column_steps`` (d,), the step of an entry is the product of both; ``how`` entries are rounded."""
 
     matrix: Tensor
     rows: MetricSide
@@ -231,10 +205,22 @@ class ToRound:
 
 
 def rounded_together(given: Sequence[ToRound]) -> list[Rounded]:
-    """``round_with_feedback`` of several matrices, to the same bits.
+    """Each matrix rounded with feedback to symbols up to 16383; the bits are those of one matrix alone.
 
-    Matrices of one shape take their vector operations together: those of one alone are so short that most of their
-    time goes into calls.
+    Computed in the type of the matrix: n d (n + d) multiplications, nearly all of them in products of blocks. If only
+    columns are coupled, it takes d vector operations. Else, or along paths, it takes about 2 (n + d), because blocks on
+    one anti-diagonal do not depend on each other, nor do entries on one anti-diagonal of a block. Paths follow these
+    entries, so that both sides must be in the order of the matrix. Nothing is random. Matrices of one shape take their
+    vector operations together: those of one alone are so short that most of their time goes into calls.
+
+    Raises:
+        KflatsError: numbers that are not finite; paths with sides in another order.
+
+    >>> matrix, metric = torch.full((1, 2), 0.4), side_of(torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 2)
+    >>> steps = torch.ones(1), torch.ones(2)
+    >>> (made,) = rounded_together([ToRound(matrix, side_of(None, 1), metric, *steps, Rounding.plain((1, 2)))])
+    >>> made.levels.tolist()
+    [[0, 1]]
     """
     begun = [_begun(one) for one in given]
     alike: dict[tuple[object, ...], list[int]] = {}
