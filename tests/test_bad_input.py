@@ -118,6 +118,11 @@ def test_a_model_of_texts_without_a_tokenizer_says_that_nothing_is_measured(tiny
     assert "nothing is measured: there is no tokenizer" in capsys.readouterr().err
 
 
+def test_with_a_tokenizer_nothing_is_said_of_an_importance_that_measures_nothing(tiny_model, tiny_tokenizer, capsys):
+    compress_(tiny_model("bert"), {"all": Recipe(Auto(), Uniform())}, size="60%", tokenizer=tiny_tokenizer)
+    assert "nothing is measured" not in capsys.readouterr().err
+
+
 def test_a_folder_in_place_of_a_model(folder):
     with pytest.raises(KflatsError, match=r"expected a model, found str.*compress_folder"):
         compress_(str(folder), SVD(), keep="50%", quiet=True)  # type: ignore[arg-type]

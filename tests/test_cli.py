@@ -18,7 +18,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, describe
 from kflats.cli import app as commands
 from kflats.cli.app import app
-from kflats.cli.options import RecipeOptions, hush, only_own_words, recipe_of
+from kflats.cli.options import RecipeOptions, _share, hush, only_own_words, recipe_of
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
@@ -545,3 +545,7 @@ def test_what_is_measured_goes_with_svd() -> None:
     for asked, message in ((RecipeOptions("flats", form="factors"), "--form cannot be used.*svd"),):
         with pytest.raises(KflatsError, match=message):
             recipe_of(asked, counted=False)
+
+
+def test_a_share_may_be_written_in_per_cent() -> None:
+    assert _share("98%") == _share(" .98 ") == 0.98

@@ -94,15 +94,17 @@ def test_fwsvd_tasks(places: Path) -> None:
     page, runs = quick(fwsvd_tasks.main, places, "fwsvd_tasks", "--seeds", "0")
     at = {run["method"]: run for run in runs}
     ways = ("SVD", "FWSVD", "kflats")
-    assert set(at) == {"no compression", *ways, *(f"{way}, generic first" for way in ways)}
+    default = "kflats, default"
+    assert set(at) == {"no compression", default, *ways, *(f"{way}, generic first" for way in ways)}
     assert at["no compression"]["compressed"] == at["no compression"]["original"] > 0.6
+    assert at[default]["more"]["parameters"] <= at["SVD"]["more"]["parameters"]
     for way in ways:
         assert at[way]["more"]["parameters"] <= at["SVD"]["more"]["parameters"]
         assert at[way]["tuned"] > 0.6
         assert at[f"{way}, generic first"]["compressed"] is None
         assert at[f"{way}, generic first"]["tuned"] > 0.6
     assert "not run" not in page
-    words = ("--seeds", "0", "--ratios", "10,60", "--epochs", "0")
+    words = ("--seeds", "0", "--before", "10,60", "--epochs", "0")
     page, more = quick(fwsvd_tasks.main, places, "fwsvd_tasks", *words)
     assert more[: len(runs)] == runs
     assert {run["size"] for run in more[len(runs) :]} == {"10% ranks", "60% ranks"}
@@ -115,10 +117,10 @@ def test_fwsvd_tasks_of_a_model_that_shares_its_layers(places: Path) -> None:
     words = ("--seeds", "0", "--source", "shared", "--paths", "task")
     page, runs = quick(fwsvd_tasks.main, places / "shared", "fwsvd_tasks", *words, page="fwsvd_tasks_tiny-shared")
     at = {run["method"]: run for run in runs}
-    assert set(at) == {"no compression", "SVD", "FWSVD", "kflats"}
+    assert set(at) == {"no compression", "SVD", "FWSVD", "kflats", "kflats, default"}
     assert {run["model"] for run in runs} == {"tiny-shared"}
     assert at["SVD"]["more"]["before"] == 4 * 32 * 32 + 2 * 32 * 64, "one block's layers, however often it is used"
-    for way in ("SVD", "FWSVD", "kflats"):
+    for way in ("SVD", "FWSVD", "kflats", "kflats, default"):
         assert at[way]["more"]["parameters"] <= at["SVD"]["more"]["parameters"] < at[way]["more"]["before"]
     assert "tiny-shared" in page
     assert "(fwsvd_tasks.jsonl)" in page

@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "several.csv": (b"first,second\na b,c d\n", r"2 columns of texts.*first, second.*several.csv:first"),
     "none.jsonl": (b'{"n": 1, "m": "2"}', "no columns of texts.*it has n, m"),
     "one.csv:other": (b"text,n\na b,2\n", "no column 'other'.*one of: text, n"),
-    "plain.txt:body": (b"a line\n", "no column 'body'.*plain text, which has no columns"),
+    "plain.txt:body": (b"a line\n", "no column 'body'.*its rows are texts without columns"),
     "bad.jsonl": (b'{"text": "a b"}\n{"text": \n', "can be read: Expecting value"),
     "deep.jsonl": (b"[" * 100_000, "can be read"),
     "numbers.jsonl": (b"1\n2\n", "has no text"),

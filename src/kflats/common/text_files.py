@@ -147,7 +147,9 @@ def _column(rows: Iterator[Any], column: str | None, path: Path) -> Iterator[str
     tables = [row for row in first if isinstance(row, Mapping)]
     names = list(dict.fromkeys(name for row in tables for name in row if isinstance(name, str)))
     if column is not None and column not in names:
-        hint = f"one of: {', '.join(names)}" if names else f"{path} alone: it holds plain text, which has no columns"
+        plain = bool(first) and all(isinstance(row, str) for row in first)
+        nothing = f"{path} alone: its rows are texts without columns" if plain else "a file whose rows have columns"
+        hint = f"one of: {', '.join(names)}" if names else nothing
         raise KflatsError(f"{path} has no column {column!r}", hint=hint)
     chosen, may_be_quoted = column or _chosen(names, tables, path), _suffix(path) == ".tsv"
     for row in chain(first, rows):

@@ -259,7 +259,7 @@ def _of_safetensors(path: Path, name: str) -> Rows:
             _, entries = read_header(file, path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    matrices = [one for one, entry in entries.items() if len(entry.shape) == 2]
+    matrices = [one for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype]
     chosen = _only(path, "tensor", matrices, name)
     return TensorRows(mapped_tensors(path, chosen)[chosen])  # pages are read when they are used
 
@@ -420,10 +420,8 @@ def _only(path: Path, what: str, names: list[str], name: str) -> str:
     if chosen:
         raise KflatsError(f"{path} has more than one {what}: {listed}", hint="the name of one of them (--column NAME)")
     wanted = f" called {name!r}" if name else ""
-    raise KflatsError(
-        f"{path} has no {what}{wanted} that is a table of floats",
-        hint=f"one of: {listed} (--column NAME)" if names else "a file with a table of floats",
-    )
+    hint = f"one of: {listed} (--column NAME), or the file alone that holds it" if names else "a file with such a table"
+    raise KflatsError(f"{path} has no {what}{wanted} that is a table of floats", hint=hint)
 
 
 def _unreadable(path: Path, error: Exception) -> KflatsError:

@@ -240,8 +240,9 @@ class CalibrationData:
         needs = needed(recipes)
         if not needs:
             reads = modalities_of(model)
+            drawable = reads == ("input_ids",) and self.tokenizer is not None
             told = model in self._read
-            if reads and not told and not self.measurable and any(recipe.chooses for _, recipe in recipes):
+            if reads and not (drawable or told or self.measurable) and any(recipe.chooses for _, recipe in recipes):
                 self._read[model] = False
                 why = f"{type(model).__name__} reads {spoken_modalities(model)}"
                 if reads == ("input_ids",):
@@ -400,7 +401,7 @@ def gather(
     kept = None if texts is None else _kept(texts)
     if tokenizer is not None and not callable(tokenizer):
         raise KflatsError(
-            f"expected a tokenizer, found {type(tokenizer).__name__}", hint="a loaded tokenizer, and not its name"
+            f"expected a tokenizer, found {type(tokenizer).__name__}", hint="a loaded tokenizer of transformers"
         )
     return CalibrationData(kept, tokenizer, batches, objective, statistics, samples)
 

@@ -82,7 +82,7 @@ class Budget:
     larger: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in _FORMS:
+        if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in tuple(_FORMS):
             raise KflatsError(
                 f"no budget is of kind {self.kind!r} and scope {self.scope!r}", hint="; or ".join(_FORMS.values())
             )
@@ -180,16 +180,19 @@ class Budget:
             rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"
         allowed = self.amount_of(total) * (itemsize if self.kind == "params" else 1)
         if allowed > self.most * total:
+            most = f"{'twice what ' if self.larger else ''}{whose} take now"
             raise KflatsError(
-                f"a budget of {self} ({allowed:,} bytes) is more than {whose} take now ({total:,} bytes)",
-                hint=f"at most {total:,} bytes" + ("" if self.kind == "bytes" else f": {self} means {allowed:,}"),
+                f"a budget of {self} ({allowed:,} bytes) is more than {most} ({total:,} bytes)",
+                hint=f"at most {self.most * total:,} bytes",
             )
         if allowed <= rest:
+            whole = self.scope == "file"
+            beside = "weights that are not named stay as they are, and so do biases and norms; files have headers"
             raise DoesNotFitError(
                 f"a budget of {self} ({allowed:,} bytes) keeps nothing of the named weights: "
                 f"everything else takes {rest:,} of {total:,} bytes",
-                cause="weights that are not named stay as they are, and so do biases and norms; files have headers",
-                hint="a larger budget, or more weights where not all are named (--weights all)",
+                cause=beside if whole else "",
+                hint="a larger budget" + (", or more weights where not all are named (--weights all)" if whole else ""),
             )
         return min(allowed - rest, self.most * original)
 
@@ -215,6 +218,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
     """
     if isinstance(text, Budget):
         return text
+    if scope not in tuple(_FORMS):
+        raise KflatsError(f"a budget of the scope {scope!r} is not supported", hint=" or ".join(_FORMS))
     size = text.strip() if isinstance(text, str) else ""
     larger, size = size.endswith(_LARGER), size.removesuffix(_LARGER)
     if size.endswith(_FILES):

@@ -113,11 +113,15 @@ def check_size(path: Path, nbytes: int) -> None:
     """Whether a file of a table is there, with as many bytes as it was written with.
 
     Raises:
-        KflatsError: it is missing, or longer or shorter.
+        KflatsError: it is missing, longer or shorter, or cannot be looked at.
     """
-    if not path.is_file():
-        raise missing(path)
-    if (there := path.stat().st_size) != nbytes:
+    try:
+        there = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise missing(path) from error
+    except OSError as error:
+        raise KflatsError(f"{path} cannot be read: {first_line(error)}", hint="look at its permissions") from error
+    if there != nbytes:
         raise KflatsError(
             f"{path} is damaged: it has {there:,} bytes in place of {nbytes:,}",
             cause="a truncated file, or one of another table",
