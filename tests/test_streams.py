@@ -273,3 +273,10 @@ except Exception as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "KflatsError" in done.stdout, done.stderr
     assert "kflats[codes]" in done.stdout
+
+
+def test_axes_in_pieces_take_the_bytes_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = transform()
+    whole = streams.encode(matrix)
+    monkeypatch.setattr(streams, "_PIECE", 11)
+    assert torch.equal(streams.encode(matrix), whole)

@@ -15,6 +15,7 @@ pytest.importorskip("loewner", reason="experiments/ is not here")
 from loewner import Loewner, _cut, _gradient, _norms
 
 from kflats.common.errors import KflatsError
+from kflats.numerics import robust_svd as module
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.robust_svd import Lewis, robust_svd
@@ -362,3 +363,16 @@ def test_a_square_matrix_leaves_nothing_to_iterate():
         found, svd = robust_svd(a, 2, p, ellipsoid=Loewner()), truncated_svd(a, 2)
         torch.testing.assert_close(built(found), svd.coordinates @ svd.basis)
         torch.testing.assert_close(built(robust_svd(a, 2, p)), svd.coordinates @ svd.basis)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_a_wide_matrix_in_pieces_is_the_whole(p, monkeypatch):
+    """Its directions are made some columns at a time, its basis some rows at a time."""
+    a = torch.randn(12, 70, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    whole = robust_svd(a, 5, p)
+    monkeypatch.setattr(module, "_PANEL", 9)
+    monkeypatch.setattr(module, "stripes", lambda matrix: (slice(i, i + 2) for i in range(0, len(matrix), 2)))
+    parts = robust_svd(a, 5, p)
+    torch.testing.assert_close(parts.coordinates @ parts.basis, whole.coordinates @ whole.basis)
+    assert parts.error == pytest.approx(whole.error)
+    assert parts.error_at_least == pytest.approx(whole.error_at_least)
