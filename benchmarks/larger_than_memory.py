@@ -8,8 +8,8 @@ half as many layers show whether the time of a weight depends on how many there 
 "wide" has the same texts, measures inputs alone, and stores integers with feedback. A matrix in each of its two layers
 has 12,288 inputs; their Gram matrix takes 1.2 GB.
 "each" has tables of 12 M numbers beside two layers, and every method and every codec in turn, without data.
-"private memory" is the most of the pages that belong to the process alone (RssAnon), sampled. "allowed" is the largest
-weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
+"private memory" is the most of the pages that belong to the process alone (RssAnon), read every 5 ms. "allowed" is the
+largest weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
 
 transformers imports torchao, scipy and accelerate where they are installed, which takes private memory.
 ``--python`` runs kflats in another environment, such as one of ``pip install 'kflats[hf,codes]'`` alone; which of the
@@ -155,7 +155,7 @@ def run(command: list[str], limit: int | None) -> tuple[float, int]:
                 most = max(most, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")))
             except (OSError, TypeError):
                 pass
-            time.sleep(0.05)
+            time.sleep(0.005)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     return time.perf_counter() - began, most * 1024

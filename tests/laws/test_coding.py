@@ -21,6 +21,7 @@ from kflats.matrices.registry import Matrix
 from kflats.methods.protocol import Problem
 from kflats.model.swap import swap_
 from kflats.model.weights import find_weight
+from kflats.numerics import large_matrices
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.packing import layout_of, pack, unpack
@@ -255,6 +256,15 @@ def test_equal_input_gives_equal_codes(table, code):
     assert torch.equal(code.codes[0].basis, again.basis)
     blocks = transform_code(PartOfRows(TensorRows(table), torch.arange(3000)), nbytes=table.numel() // 4)
     assert all(map(torch.equal, code.codes[0].levels, blocks.codes[0].levels))
+
+
+def test_pieces_of_a_wide_matrix_are_coded_as_the_whole(monkeypatch):
+    wide = cloud(400, 24, decay=1.0)[0].T.contiguous()
+    metric = torch.linspace(0.5, 2, 400)
+    whole = transform_code(wide, bits=3, right=metric)
+    monkeypatch.setattr(large_matrices, "_AT_ONCE", 256)
+    pieces = transform_code(wide, bits=3, right=metric)
+    assert share(pieces, wide) == pytest.approx(share(whole, wide), rel=1e-3)
 
 
 def test_columns_of_zeros_cost_next_to_nothing():

@@ -213,7 +213,7 @@ directions without energy. They would spoil the leading axes: an SVD is as exact
 reciprocal."""
 
 _PANEL = 128  # columns of a Gram at once: wide enough for a fast product
-LARGE = 2**24
+LARGE = 2**22
 """Numbers of a matrix of fewer rows than columns that is held once, as ``WideRows``, and not for a QR in float64."""
 _PANEL_NUMBERS = 2**22  # of rows that are read at once where a row is long
 

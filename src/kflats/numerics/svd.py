@@ -232,7 +232,7 @@ def truncated_svd(
     read by blocks in its own type. Choose it when the smaller side is at most a few thousand.
 
     Accuracy: of a float32 matrix, singular values below about 1e-7 of the largest are noise. They hold 1e-14 of the
-    energy. Where n < d and the matrix has more than 16 M numbers, those below 1e-6 of the largest count as zeros.
+    energy. Where n < d and the matrix has more than 4 M numbers, those below 1e-6 of the largest count as zeros.
 
     Raises:
         KflatsError: rank outside 1..min(n, d), NaN or infinite values, unusable weights or metrics.

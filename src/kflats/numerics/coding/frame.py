@@ -64,7 +64,7 @@ class CodedBasis:
     @property
     def directions(self) -> Tensor:
         """(r, d) float64."""
-        return self.levels.to(torch.float64) * self.scale.to(torch.float64).unsqueeze(1)
+        return self.levels.to(torch.float64).mul_(self.scale.to(torch.float64).unsqueeze(1))
 
     def kept(self, index: Tensor) -> CodedBasis:
         """The rows at ``index`` alone."""
@@ -239,11 +239,12 @@ class Source:
         steps = torch.maximum(step / self.weights.sqrt(), self.floors).to(torch.float32)
         measured = _times(basis.directions, self.metric.factor)
         read = _read(measured, self.reader)
-        encoder = _least_squares(measured, read).T
+        inside = self.reader is self.axes and len(self.axes) < self.axes.shape[1]
+        encoder = _least_squares_(measured, read.clone() if inside else read).T
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
         counts = (steps.to(torch.float64) * self.weights.sqrt() / step).square()
         outside = 0.0
-        if self.reader is self.axes and len(self.axes) < self.axes.shape[1]:
+        if inside:
             lost = 1.0 - (encoder * read.T).sum(1)
             outside = float((self.energies * lost.clamp_min(0.0)).sum())
         return Frame(self, basis, steps, encoder, centers, counts, outside)
@@ -368,8 +369,11 @@ def _times(directions: Tensor, factor: Tensor) -> Tensor:
     return directions if bool((factor == 1).all()) else directions * factor
 
 
-def _least_squares(basis: Tensor, read: Tensor) -> Tensor:
-    """(B B')^+ C for B (r, d) and C = B R' (r, x): coordinates of a row a R against B are a times its transpose."""
+def _least_squares_(basis: Tensor, read: Tensor) -> Tensor:
+    """(B B')^+ C for B (r, d) and C = B R' (r, x): coordinates of a row a R against B are a times its transpose.
+
+    C, which may be B, is overwritten: of a wide matrix it is as large as the matrix.
+    """
     gram = basis @ basis.T
     factor, failed = torch.linalg.cholesky_ex(gram)
     roots = factor.diagonal()
@@ -377,7 +381,9 @@ def _least_squares(basis: Tensor, read: Tensor) -> Tensor:
     if bool(failed) or not len(roots) or float(roots.min()) < _DEPENDENT * float(roots.max()):
         inverse: Tensor = torch.linalg.pinv(gram, hermitian=True)
         return inverse @ read
-    return torch.cholesky_solve(read, factor)
+    for columns in stripes(read.T):
+        read[:, columns] = torch.cholesky_solve(read[:, columns], factor)
+    return read
 
 
 def sum_of(rows: Rows, index: Tensor) -> Tensor:
