@@ -31,6 +31,7 @@ from kflats.common.workers import Workers
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables import compress as compress_module
+from kflats.tables import fast
 from kflats.tables.axes import Axes
 from kflats.tables.compact import CompactCode, usual
 from kflats.tables.compress import _BLOCK
@@ -188,6 +189,27 @@ def test_tables_of_any_shape(layout: str, n: int, d: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["even", "normal", "of few", "of three values"])
+def test_the_step_of_a_column_is_the_best_of_all_that_could_be_taken(kind: str) -> None:
+    """For the search that tries about half of them."""
+    g = torch.Generator().manual_seed(0)
+    normal = torch.randn(2000, 6, generator=g)
+    columns = {
+        "even": torch.rand(2000, 6, generator=g) - 0.5,
+        "normal": normal,
+        "of few": normal * (torch.rand(2000, 6, generator=g) < 0.03),
+        "of three values": normal.sign() * (normal.abs() > 0.5),
+    }[kind] * torch.logspace(-2, 2, 6)
+    squares, sizes = torch.rand(2000, 1, generator=g), columns.square().mean(0).sqrt()
+    errors, steps = fast._by_bits(columns, squares, sizes)
+    for bits in range(1, len(errors)):
+        widths = 2 * fast._WIDTHS.unsqueeze(1) * sizes / 2**bits
+        codes = (columns / widths.unsqueeze(1)).floor().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+        least = ((codes * widths.unsqueeze(1) - columns).square() * squares).sum(1).min(0).values
+        torch.testing.assert_close(errors[bits], torch.minimum(least, errors[bits - 1]), rtol=1e-4, atol=1e-6)
+        assert bool((steps[bits] > 0).all())
+
+
 def test_lanes_take_little_more_than_a_whole_stream() -> None:
     """At most .05 bits a number more than one stream of the same integers by the same distributions."""
     rows = drawn(2**14, 64, 4)

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.coding.lanes import Ints
+from kflats.numerics.coding.lanes import Bytes, Ints
 from kflats.numerics.coding.packing import PackedLayout, pack, places_of, read_codes
 from kflats.tables.axes import Axes
 from kflats.tables.layout import NAMES, Coordinates, tensor_of
-from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
+from kflats.tables.shards import Shard, ShardRecord, ShardWriter
 
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
 _WIDTHS = torch.linspace(0.5, 6.0, 23, dtype=torch.float32)
@@ -144,15 +145,17 @@ class FastCode:
         if not rows * self.row_bytes <= len(shard.data) < rows * self.row_bytes + 8:
             raise shard.damaged("it has another number of rows")
 
-    def _fetch(self, shard: Shard, rows: Ints) -> Tensor:
+    def _fetch(self, shard: Shard, rows: Ints) -> Bytes:
         """(m, row_bytes)."""
-        starts = rows * self.row_bytes
-        shard.check(starts, starts + self.row_bytes)
-        return mapped_rows(shard, self.row_bytes).index_select(0, torch.from_numpy(rows))
+        if not shard.checked:
+            starts = rows * self.row_bytes
+            shard.check(starts, starts + self.row_bytes)
+        whole = len(shard.data) // self.row_bytes
+        return shard.data[: whole * self.row_bytes].reshape(whole, self.row_bytes).take(rows, 0)
 
     def decode(self, pieces: Sequence[tuple[Shard, Ints]], out: Tensor) -> None:
         """As ``RowCode.decode``."""
-        packed = torch.cat([self._fetch(shard, rows) for shard, rows in pieces])
+        packed = torch.from_numpy(np.concatenate([self._fetch(shard, rows) for shard, rows in pieces]))
         starts, shifts, masks, axes, middle = self._live
         codes = read_codes(packed[:, self.scaled :], starts, shifts, masks, 2).to(torch.float32)
         if self.scaled:
@@ -268,16 +271,31 @@ def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, 
 
 def _by_bits(units: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """(bits, r) least squared errors of columns under each number of bits, and their steps; ``squares`` (m, 1) are
-    those of the rows' scales, ``sizes`` (r,) the columns' roots of mean squares."""
+    those of the rows' scales, ``sizes`` (r,) the columns' roots of mean squares.
+
+    Every third of the largest values is tried, and then, of each column, the two on each side of the best of these.
+    """
     errors, steps = [(units.square() * squares).sum(0)], [torch.zeros_like(sizes)]
+    third = torch.arange(1, len(_WIDTHS), 3)
     for bits in range(1, _MOST_BITS + 1):
-        best, chosen = torch.full_like(sizes, torch.inf), torch.zeros_like(sizes)
-        for width in _WIDTHS.tolist():
-            step = (2 * width * sizes / 2**bits).clamp_min(1e-30)
-            code = (units / step).floor_().add_(0.5).clamp_(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
-            error = code.mul_(step).sub_(units).square_().mul_(squares).sum(0)
-            less = error < best
-            best, chosen = torch.where(less, error, best), torch.where(less, step, chosen)
+        coarse = [_error(units, squares, _steps(place.expand(len(sizes)), sizes, bits), bits) for place in third]
+        least, which = torch.stack(coarse).min(0)
+        near = (third[which] + torch.tensor([[0], [-2], [-1], [1], [2]])).clamp(0, len(_WIDTHS) - 1)
+        fine = [_error(units, squares, _steps(places, sizes, bits), bits) for places in near[1:]]
+        best, which = torch.stack([least, *fine]).min(0)
         errors.append(torch.minimum(best, errors[-1]))
-        steps.append(chosen)
+        steps.append(_steps(near.gather(0, which.unsqueeze(0))[0], sizes, bits))
     return torch.stack(errors), torch.stack(steps)
+
+
+def _steps(places: Tensor, sizes: Tensor, bits: int) -> Tensor:
+    """(r,) steps whose largest values are those at ``places`` (r,) of ``_WIDTHS``."""
+    steps: Tensor = (2 * _WIDTHS[places] * sizes / 2**bits).clamp_min(1e-30)
+    return steps
+
+
+def _error(units: Tensor, squares: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """(r,) squared errors of columns in so many bits."""
+    code = (units / steps).floor_().add_(0.5).clamp_(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
+    error: Tensor = code.mul_(steps).sub_(units).square_().mul_(squares).sum(0)
+    return error

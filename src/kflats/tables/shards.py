@@ -17,7 +17,6 @@ from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.hashing import crc32
@@ -153,15 +152,14 @@ class Shard:
             raise self.damaged(first_line(error)) from error
         if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():
             raise self.damaged("other arrays than a shard has")
-        self.codes = tensors.pop("data")
-        self.data: Bytes = self.codes.numpy()
+        self.data: Bytes = tensors.pop("data").numpy()
         self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in tensors.items()}
         if _checksum(self.arrays) != record.checksum:
             raise self.damaged("the checksum of its arrays differs")
         self._checks = self.array("checks", np.uint32, 0)
         if self.data.dtype != np.uint8 or len(self._checks) != -(-self.data.nbytes // PIECE):
             raise self.damaged("other arrays than a shard has")
-        self._seen = np.zeros(len(self._checks), dtype=np.bool_)
+        self._seen, self._unseen = np.zeros(len(self._checks), dtype=np.bool_), len(self._checks)
 
     def damaged(self, symptom: str) -> KflatsError:
         """The error that names this file."""
@@ -182,6 +180,11 @@ class Shard:
             raise self.damaged(f"the array {name!r} is not that of this table")
         return values.view(dtype)
 
+    @property
+    def checked(self) -> bool:
+        """Whether all codes have been checked."""
+        return not self._unseen
+
     def check(self, starts: Ints, ends: Ints) -> None:
         """Check the pieces that hold bytes ``starts`` to ``ends`` of the codes, those not checked before.
 
@@ -190,7 +193,7 @@ class Shard:
         """
         if len(starts) and (int(starts.min()) < 0 or int(ends.max()) > self.data.nbytes or bool((starts > ends).any())):
             raise self.damaged("its arrays point outside of its codes")
-        if self._seen.all():
+        if self.checked:
             return
         first, last = starts // PIECE, (np.maximum(ends, starts + 1) - 1) // PIECE
         while len(first):
@@ -199,6 +202,7 @@ class Shard:
                 if zlib.crc32(view) != int(self._checks[piece]):
                     raise self.damaged(f"a checksum of bytes {piece * PIECE:,} and following of its codes differs")
                 self._seen[piece] = True
+                self._unseen -= 1
             more = first < last
             first, last = first[more] + 1, last[more]
 
@@ -210,10 +214,3 @@ class Shard:
         """
         pieces = np.arange(len(self._checks), dtype=np.int64) * PIECE
         self.check(pieces, np.minimum(pieces + PIECE, self.data.nbytes))
-
-
-def mapped_rows(shard: Shard, row_bytes: int) -> torch.Tensor:
-    """(rows, row_bytes) uint8, the codes as rows of equal length; what is left over at the end is padding."""
-    whole = len(shard.codes) // row_bytes
-    rows: torch.Tensor = shard.codes[: whole * row_bytes].view(whole, row_bytes)
-    return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import overload
 
@@ -133,28 +134,27 @@ class CodedTable:
     def _decoded(self, ids: Ints) -> Tensor:
         with usual_settings():
             out = torch.empty(len(ids), self.shape[1], dtype=torch.float32)
+            numbers = ids // self.index.shard_rows
+            inside = ids - numbers * self.index.shard_rows
+            apart = len(ids) > 0 and bool((numbers != numbers[0]).any())
+            # File after file, so that a batch reads few of them. numpy sorts integers of 16 bits by digits: quicker.
+            small = len(self.index.shard_bytes) < 2**16
+            order = np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable") if apart else None
             for start in range(0, len(ids), self._code.batch):
-                self._decode(ids[start : start + self._code.batch], out[start : start + self._code.batch])
+                part = slice(start, start + self._code.batch)
+                if order is None:
+                    self._code.decode([(self._shard(int(numbers[0])), inside[part])], out[part])
+                else:
+                    mine = order[part]
+                    rows = torch.empty(len(mine), self.shape[1], dtype=torch.float32)
+                    self._code.decode(self._pieces(numbers[mine], inside[mine]), rows)
+                    out.index_copy_(0, torch.from_numpy(mine), rows)
         return out
 
-    def _decode(self, ids: Ints, out: Tensor) -> None:
-        numbers = ids // self.index.shard_rows
-        first = int(numbers[0])
-        if bool((numbers == first).all()):
-            self._code.decode([self._piece(first, ids)], out)
-            return
-        # numpy sorts integers of 16 bits by their digits, which is quicker.
-        order = np.argsort(numbers.astype(np.uint16) if len(self.index.shard_bytes) < 2**16 else numbers, kind="stable")
-        counts = np.bincount(numbers)
-        used = counts.nonzero()[0]
-        pieces = np.split(ids[order], np.cumsum(counts[used])[:-1])
-        parts = [self._piece(number, piece) for number, piece in zip(used.tolist(), pieces, strict=True)]
-        sorted_rows = torch.empty_like(out)
-        self._code.decode(parts, sorted_rows)
-        out.index_copy_(0, torch.from_numpy(order), sorted_rows)
-
-    def _piece(self, number: int, ids: Ints) -> tuple[Shard, Ints]:
-        return self._shard(number), ids - number * self.index.shard_rows
+    def _pieces(self, numbers: Ints, inside: Ints) -> list[tuple[Shard, Ints]]:
+        """Rows by their places ``inside`` files of ascending ``numbers``, for each file."""
+        cuts = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)]
+        return [(self._shard(int(numbers[a])), inside[a:b]) for a, b in pairwise(cuts)]
 
     def _shard(self, number: int) -> Shard:
         if (shard := self._shards.get(number)) is None:
