@@ -1,12 +1,14 @@
 """Question: what limits a compression by 4 and 16 workers?
 
 One process compresses all-MiniLM-L6-v2 to 8 MB (no texts, no proof, one thread) and notes the CPU seconds of each task
-(those by the clock, where the machine does nothing else) and the bytes of each sum. From these, times by arithmetic:
+(those by the clock, where the machine does nothing else) and the bytes of each sum; once for each number of workers, as
+that decides how many small weights one worker encodes together. From these, times by arithmetic:
 what no worker shares, and for each stage the time until its last task is done, where tasks that depend on who is free
 go to the first free worker and blocks of measuring go by turns. Sums of b bytes of a block reach the first worker in
 b / 1.25e9 seconds (10 Gbit/s), while the others do their next blocks; the means are a file of b bytes, which N - 1
 workers read in (N - 1) b / 1.25e9. The last weight is fitted when the sizes of all others are known. "bound" is what
-infinitely many workers would take: what is not shared, and the longest task of each stage.
+infinitely many workers would take: what is not shared, and the longest task of each stage. "tasks" and "longest" are
+those of the first and of the last number of workers, where they differ.
 
 The arithmetic is checked by a replay: N threads run kflats' own code of workers, with sleeps in place of tasks.
 
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from _common import arguments, publish, table
@@ -30,10 +33,12 @@ from torch import Tensor
 
 from kflats import compress_folder
 from kflats.common.workers import Packed, Workers
+from kflats.compress import fitting
 from kflats.demo import packaged_model
 
 BANDWIDTH = 1.25e9
 """Bytes a second between two machines."""
+_IMPORTS = time.process_time()  # seconds that each worker takes before it begins
 Result = TypeVar("Result")
 
 
@@ -120,17 +125,42 @@ class Recording(Workers):
         return self.stages[-1]
 
 
-def recorded(size: str) -> tuple[list[Stage], float, int]:
-    """The stages of one compression, the seconds of it that no task takes, and the bytes of the means."""
-    workers = Recording()
-    with tempfile.TemporaryDirectory() as place:
+@dataclass(frozen=True)
+class Recorded:
+    """The ``stages`` of one compression, whose tasks are those of ``count`` workers, the seconds of it that no task
+    takes, ``alone``, and the bytes of the ``means``."""
+
+    count: int
+    stages: list[Stage]
+    alone: float
+    means: int
+
+    @property
+    def undivided(self) -> float:
+        """Seconds that no worker shares."""
+        return self.alone + (self.count - 1) * self.means / BANDWIDTH
+
+    @property
+    def total(self) -> float:
+        """Seconds of all workers together."""
+        return self.undivided + sum(stage.time(self.count) for stage in self.stages)
+
+
+def recorded(size: str, count: int) -> Recorded:
+    """Compress with the tasks of ``count`` workers."""
+    workers, began = Recording(), time.process_time()
+    grouped = fitting._groups
+    with (
+        tempfile.TemporaryDirectory() as place,
+        patch.object(fitting, "_groups", lambda decisions, workers: grouped(decisions, count)),
+    ):
         kept = Path(place) / "statistics"
         settings: dict[str, Any] = {"proof": False, "quiet": True, "workers": workers, "keep_statistics": kept}
         compress_folder(packaged_model(), Path(place) / "out", size=size, **settings)
         means = kept.stat().st_size
-    seconds = time.process_time()  # with those of imports
     stages = [stage for stage in workers.stages if stage.seconds]
-    return stages, seconds - sum(sum(stage.seconds) for stage in stages), means
+    alone = time.process_time() - began + _IMPORTS - sum(sum(stage.seconds) for stage in stages)
+    return Recorded(count, stages, alone, means)
 
 
 def replayed(stages: Sequence[Stage], count: int) -> float:
@@ -168,28 +198,30 @@ def _summed(stage: Stage, index: int) -> tuple[dict[str, Tensor], str]:
 def main() -> None:
     options = arguments(__doc__, size="8MB", counts="1,2,4,16")
     torch.set_num_threads(1)
-    counts = list(map(int, options.counts.split(",")))
-    stages, alone, means = recorded(options.size)
-    undivided = {n: alone + (n - 1) * means / BANDWIDTH for n in counts}
+    made = [recorded(options.size, int(count)) for count in options.counts.split(",")]
     lines: list[dict[str, object]] = []
-    for stage in stages:
-        line: dict[str, object] = {"stage": stage.name, "tasks": len(stage.seconds)}
-        line |= {
-            "longest": f"{max(stage.seconds):.1f} s",
+    for number, stage in enumerate(made[0].stages):
+        each = [one.stages[number] for one in made]
+        line: dict[str, object] = {
+            "stage": stage.name,
+            "tasks": " / ".join(map(str, dict.fromkeys(len(one.seconds) for one in each))),
+            "longest": f"{max(each[-1].seconds):.1f} s",
             "passes": f"{stage.nbytes * len(stage.seconds) / 1e6:.0f} MB",
         }
-        lines.append(line | {f"{n} workers": f"{stage.time(n):.1f} s" for n in counts} | {"bound": line["longest"]})
-    rest: dict[str, object] = {"stage": "not divided", "tasks": "-", "longest": "-", "passes": f"{means / 1e6:.0f} MB"}
-    lines.append(rest | {f"{n} workers": f"{undivided[n]:.1f} s" for n in counts} | {"bound": f"{alone:.1f} s"})
-    totals = {n: undivided[n] + sum(stage.time(n) for stage in stages) for n in counts}
-    least = alone + sum(max(stage.seconds) for stage in stages)
+        lines.append(line | {f"{one.count} workers": f"{one.stages[number].time(one.count):.1f} s" for one in made})
+    rest: dict[str, object] = {"stage": "not divided", "tasks": "-", "longest": "-"}
+    rest |= {"passes": f"{made[0].means / 1e6:.0f} MB"}
+    lines.append(rest | {f"{one.count} workers": f"{one.undivided:.1f} s" for one in made})
     whole: dict[str, object] = {"stage": "all", "tasks": "-", "longest": "-", "passes": "-"}
-    lines.append(whole | {f"{n} workers": f"{totals[n]:.1f} s" for n in counts} | {"bound": f"{least:.1f} s"})
-    faster = {f"{n} workers": f"{totals[counts[0]] / totals[n]:.2f}" for n in counts}
-    lines.append(whole | {"stage": "speed-up"} | faster | {"bound": f"{totals[counts[0]] / least:.2f}"})
-    again = {f"{n} workers": f"{undivided[n] + replayed(stages, n):.1f} s" for n in counts if n > 1}
-    lines.append(whole | {"stage": "all, by the replay", f"{counts[0]} workers": "-"} | again | {"bound": "-"})
-    publish("What limits a compression by several workers", table(lines), options)
+    lines.append(whole | {f"{one.count} workers": f"{one.total:.1f} s" for one in made})
+    first = made[0].total
+    lines.append(whole | {"stage": "speed-up"} | {f"{one.count} workers": f"{first / one.total:.2f}" for one in made})
+    again = {f"{one.count} workers": f"{one.undivided + replayed(one.stages, one.count):.1f} s" for one in made[1:]}
+    lines.append(whole | {"stage": "all, by the replay", f"{made[0].count} workers": "-"} | again)
+    last = made[-1]
+    least = last.alone + sum(max(stage.seconds) for stage in last.stages)
+    bound = f"bound: {least:.1f} s, {first / least:.2f} times as fast"
+    publish("What limits a compression by several workers", f"{table(lines)}\n\n{bound}", options)
 
 
 if __name__ == "__main__":
