@@ -15,13 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from crew import together
+from faults import holds, left
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -294,9 +296,28 @@ SURROUNDINGS = os.environ | {"OMP_NUM_THREADS": "1"}
 OPTIONS = ("--size", "40%", "--no-proof", "--samples", "130", "--worker-timeout", "5")
 
 
-def compressed(folder: Path, out: Path, count: int) -> subprocess.Popen[str]:
-    command = [*COMMAND, str(folder), "--out", str(out), *OPTIONS, "--workers", str(count)]
-    return subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True, start_new_session=True)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+OF_TABLES = ("--size", "4 bits", "--worker-timeout", "5")
+
+
+def command(source: Path, out: Path) -> list[str]:
+    """Compresses a model, which is a folder, or a table, which is a file."""
+    given = [str(source), *OPTIONS] if source.is_dir() else ["--table", str(source), *OF_TABLES]
+    return [*COMMAND, *given, "--out", str(out)]
+
+
+def begin(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(arguments, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def compressed(source: Path, out: Path, count: int) -> subprocess.Popen[str]:
+    return begin([*command(source, out), "--workers", str(count)])
+
+
+def in_torchrun(source: Path, out: Path, count: int, before: str = "true") -> subprocess.Popen[str]:
+    """Each worker runs ``before`` in bash, which may ask for its ``$RANK``."""
+    line = f'{before}; exec {shlex.join(command(source, out))} "$@"'
+    return begin([*TORCHRUN, "--nproc-per-node", str(count), "--no-python", "bash", "-c", line])
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -304,29 +325,31 @@ def ended(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=600)[1]
 
 
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
+def check_made(process: subprocess.Popen[str], out: Path, files: dict[str, bytes]) -> None:
+    """It succeeds, and makes these files, and nothing beside them."""
+    message = ended(process)
+    assert process.returncode == 0, message
+    assert holds(out) == files
+    assert left(out.parent) == [out.name]
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("alone") / "small"
     ended(compressed(tiny_folder, out, 1))
-    return weights_of(out)
+    return holds(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_bytes_of_a_folder_do_not_depend_on_the_workers(
-    count: int, alone: bytes, tiny_folder: Path, tmp_path: Path
+    count: int, alone: dict[str, bytes], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    ended(compressed(tiny_folder, tmp_path / "small", count))
-    assert weights_of(tmp_path / "small") == alone
-    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    check_made(compressed(tiny_folder, tmp_path / "small", count), tmp_path / "small", alone)
 
 
 @pytest.mark.slow
-def test_each_worker_may_have_a_copy_of_the_model(alone: bytes, tiny_folder: Path, tmp_path: Path) -> None:
+def test_each_worker_may_have_a_copy_of_the_model(alone: dict[str, bytes], tiny_folder: Path, tmp_path: Path) -> None:
     for rank in range(2):
         shutil.copytree(tiny_folder, tmp_path / f"copy-{rank}", copy_function=shutil.copyfile)
     program = tmp_path / "program.py"
@@ -335,13 +358,13 @@ def test_each_worker_may_have_a_copy_of_the_model(alone: bytes, tiny_folder: Pat
         f"folder = {str(tmp_path / 'copy-')!r} + os.environ['RANK']\n"
         f"app(['compress', folder, '--out', {str(tmp_path / 'small')!r}, *{OPTIONS!r}])\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    subprocess.run(command, env=SURROUNDINGS, check=True, capture_output=True, timeout=600)
-    assert weights_of(tmp_path / "small") == alone
+    line = [*TORCHRUN, "--nproc-per-node", "2", str(program)]
+    subprocess.run(line, env=SURROUNDINGS, check=True, capture_output=True, timeout=600)
+    assert holds(tmp_path / "small") == alone
     weights = load_file(tmp_path / "copy-1" / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "copy-1" / "model.safetensors")
     shutil.rmtree(tmp_path / "small")
-    done = subprocess.run(command, env=SURROUNDINGS, check=False, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(line, env=SURROUNDINGS, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode
     assert "differ in the model, the data or its files" in done.stderr
     assert not (tmp_path / "small").exists()
@@ -352,44 +375,102 @@ def workers_of(process: subprocess.Popen[str]) -> Iterator[int]:
     return map(int, children.read_text().split()) if children.exists() else iter(())
 
 
-def begun(process: subprocess.Popen[str]) -> list[int]:
-    """Both workers, once they are there."""
-    while len(found := list(workers_of(process))) < 2:
+def begun(process: subprocess.Popen[str], count: int = 2) -> list[int]:
+    """All workers, once they are there."""
+    while len(found := list(workers_of(process))) < count:
         assert process.poll() is None
         time.sleep(0.05)
     return found
 
 
+def came(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
+    """Wait for something that a process does; whether it does it."""
+    while not there():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.003)
+    return True
+
+
+def beside(out: Path, kind: str) -> Path:
+    return out.with_name(f".{out.name}.kflats-{kind}")
+
+
+def kept(out: Path) -> int:
+    """How many files of an unfinished run there are."""
+    return sum(len(files) for _, _, files in os.walk(beside(out, "partial")))
+
+
+class Undisturbed(NamedTuple):
+    """What two workers make of ``source``; ``seconds``: from when they have their folder until the output is there;
+    ``kept``: how many files are beside it in between, at most."""
+
+    source: Path
+    files: dict[str, bytes]
+    seconds: float
+    kept: int
+
+
 @pytest.fixture(scope="module")
-def seconds(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """How long two workers take."""
-    process = compressed(tiny_folder, tmp_path_factory.mktemp("timed") / "small", 2)
-    begun(process)
-    since = time.monotonic()
-    ended(process)
-    return time.monotonic() - since
+def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Undisturbed]:
+    """Of a "model" or a "table"; made once."""
+    known: dict[str, Undisturbed] = {}
+
+    def made(name: str) -> Undisturbed:
+        if name not in known:
+            folder, most = tmp_path_factory.mktemp(name), 0
+            source = tiny_folder if name == "model" else table_file(folder, 1_200_000)
+            process = compressed(source, out := folder / "small", 2)
+            assert came(process, beside(out, "new").exists), ended(process)
+            since = time.monotonic()
+            while not out.exists():
+                assert process.poll() is None, ended(process)
+                most = max(most, kept(out))
+                time.sleep(0.003)
+            seconds = time.monotonic() - since
+            ended(process)
+            known[name] = Undisturbed(source, holds(out), seconds, most)
+        return known[name]
+
+    return made
+
+
+FINDS_WORKERS = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
+@FINDS_WORKERS
 @pytest.mark.parametrize("seed", range(30))
-def test_a_killed_worker_ends_the_run_and_the_same_command_resumes(
-    seed: int, alone: bytes, seconds: float, tiny_folder: Path, tmp_path: Path
+def test_a_worker_killed_at_work_ends_the_run_and_the_same_command_resumes(
+    seed: int, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
 ) -> None:
-    out, shuffled = tmp_path / "small", random.Random(seed)
-    process = compressed(tiny_folder, out, 2)
-    found = begun(process)
-    time.sleep(shuffled.uniform(0, 0.95 * seconds))
-    with suppress(ProcessLookupError):  # the worker may have left already, its work done
-        os.kill(shuffled.choice(found), signal.SIGKILL)
-    message = ended(process)
-    if process.returncode:
-        assert process.returncode == 2
-        assert "the same command again, which resumes" in message
-        if not out.exists():  # else all was done, and the worker was about to leave
-            ended(compressed(tiny_folder, out, 2))
-    assert weights_of(out) == alone
-    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    """A worker dies after a part of the time between the folder of the job and its output, or of the files that come
+    meanwhile: an earlier one where the job was done before."""
+    whole, drawn = undisturbed("model" if seed % 3 else "table"), random.Random(seed)
+    count, torchrun, by_files, part = 4 if seed % 14 == 6 else 2, seed % 10 == 9, drawn.random() < 0.5, drawn.random()
+    for attempt in range(6):
+        (folder := tmp_path / f"{attempt}").mkdir()
+        out = folder / "small"
+        process = (in_torchrun if torchrun else compressed)(whole.source, out, count)
+        found = begun(process, count)
+        if came(process, beside(out, "new").exists):
+            if by_files:
+                came(process, lambda out=out, least=1 + int(part * whole.kept): kept(out) >= least)  # type: ignore[misc]
+            else:
+                time.sleep(part * whole.seconds)
+        was_at_work = not out.exists()
+        with suppress(ProcessLookupError):  # this worker may have left already, its work done
+            os.kill(drawn.choice(found), signal.SIGKILL)
+        message = ended(process)
+        if was_at_work and "SIGKILL" in message and not out.exists():
+            break
+        assert not out.exists() or holds(out) == whole.files
+        part /= 2
+    else:
+        pytest.fail(f"no worker was killed at work; the last run said: {message}")
+    assert process.returncode == (1 if torchrun else 2)
+    assert torchrun or "the same command again, which resumes" in message
+    check_made(compressed(whole.source, out, 2), out, whole.files)
 
 
 @pytest.mark.slow
@@ -397,8 +478,8 @@ def test_the_command_line_divides_a_table(tmp_path: Path) -> None:
     source, made = table_file(tmp_path, 300_000), []
     for count in (1, 2, 4):
         out = tmp_path / f"coded-{count}"
-        command = [*COMMAND, "--table", str(source), "--out", str(out), "--size", "4 bits", "--workers", str(count)]
-        subprocess.run(command, env=SURROUNDINGS, check=True, capture_output=True)
+        line = [*COMMAND, "--table", str(source), "--out", str(out), "--size", "4 bits", "--workers", str(count)]
+        subprocess.run(line, env=SURROUNDINGS, check=True, capture_output=True)
         made.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert made[0] == made[1] == made[2]
 
@@ -409,8 +490,8 @@ def test_an_error_of_one_worker_is_all_that_is_said(tmp_path: Path) -> None:
     rows[7, 3] = np.nan
     np.save(tmp_path / "rows.npy", rows)
     source, out = tmp_path / "rows.npy", tmp_path / "coded"
-    command = [*COMMAND, "--table", str(source), "--out", str(out), "--size", "4 bits", "--workers", "2"]
-    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True)
+    line = [*COMMAND, "--table", str(source), "--out", str(out), "--size", "4 bits", "--workers", "2"]
+    done = subprocess.run(line, env=SURROUNDINGS, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("kflats:") == 1
     assert "in row 7 of" in done.stderr
@@ -418,46 +499,134 @@ def test_an_error_of_one_worker_is_all_that_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc")
-def test_a_stopped_worker_ends_the_run_with_a_message(tiny_folder: Path, tmp_path: Path) -> None:
-    process = compressed(tiny_folder, tmp_path / "small", 2)
+@FINDS_WORKERS
+@pytest.mark.parametrize(("name", "rank"), [("model", 0), ("model", 1), ("table", 0)])
+def test_a_stopped_worker_ends_the_run_with_a_message_and_the_same_command_resumes(
+    name: str, rank: int, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    whole, out = undisturbed(name), tmp_path / "small"
+    process = compressed(whole.source, out, 2)
     found = begun(process)
-    beside = tmp_path / ".small.kflats-new"
-    while not beside.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(found[1], signal.SIGSTOP)
+    assert came(process, beside(out, "new").exists)
+    os.kill(found[rank], signal.SIGSTOP)
     message = ended(process)
     assert process.returncode == 2
-    assert "worker 1 is lost" in message
-    assert not (tmp_path / "small").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bash") is None, reason="limits one worker by ulimit")
-def test_under_torchrun_a_worker_that_cannot_write_ends_the_run(
-    alone: bytes, tiny_folder: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "small"
-    single = shlex.join([*COMMAND, str(tiny_folder), "--out", str(out), *OPTIONS])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "bash", "-c"]
-    limited = f"if [ $RANK = 0 ]; then ulimit -f 2; fi; exec {single}"  # files of at most 2 KiB
-    full = subprocess.run([*torchrun, limited], env=SURROUNDINGS, capture_output=True, text=True)
-    assert full.returncode
-    assert full.stderr.count("file too large") == 1
+    assert f"worker {rank} is lost" in message
     assert not out.exists()
-    subprocess.run([*torchrun, single], env=SURROUNDINGS, check=True, capture_output=True)
-    assert weights_of(out) == alone
-    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    check_made(compressed(whole.source, out, 2), out, whole.files)
+
+
+NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="one worker differs by a line of bash")
 
 
 @pytest.mark.slow
-def test_of_two_jobs_with_one_output_one_is_refused(alone: bytes, tiny_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "small"
-    jobs = [compressed(tiny_folder, out, 2) for _ in range(2)]
+@NEEDS_BASH
+@pytest.mark.parametrize(("name", "rank"), [("model", 0), ("table", 1)])
+def test_under_torchrun_a_worker_that_cannot_write_ends_the_run(
+    name: str, rank: int, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    whole, out = undisturbed(name), tmp_path / "small"
+    full = in_torchrun(whole.source, out, 2, f"if [ $RANK = {rank} ]; then ulimit -f 2; fi")  # files of at most 2 KiB
+    message = ended(full)
+    assert full.returncode
+    assert message.count("file too large") == 1
+    assert not out.exists()
+    check_made(in_torchrun(whole.source, out, 2), out, whole.files)
+
+
+@pytest.mark.slow
+@NEEDS_BASH
+def test_workers_with_other_libraries_are_refused_unless_that_is_allowed(tmp_path: Path) -> None:
+    """The second worker finds the metadata of another safetensors first."""
+    source, out = table_file(tmp_path, 20_000), tmp_path / "out" / "small"
+    (metadata := tmp_path / "other" / "safetensors-99.dist-info").mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 99\n")
+    other = f"export PYTHONPATH={shlex.quote(str(metadata.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    differs = f"workers 0 and 1 differ in versions or machines: safetensors {version('safetensors')} and 99"
+    refused = in_torchrun(source, out, 2, before := f"if [ $RANK = 1 ]; then {other}; fi")
+    message = ended(refused)
+    assert refused.returncode
+    assert differs in message
+    assert "--allow-unlike-workers" in message
+    assert left(out.parent) == []
+    allowed = in_torchrun(source, out, 2, f"{before}; set -- --allow-unlike-workers")
+    message = ended(allowed)
+    assert allowed.returncode == 0, message
+    assert message.count(differs) == 1
+    assert left(out.parent) == ["small"]
+
+
+def mounts(folder: Path) -> bool:
+    """Whether a disk in memory can be mounted where no other process sees it."""
+    tried = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    return shutil.which("unshare") is not None and subprocess.run(tried, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_all_workers_and_with_room_the_same_command_resumes(
+    undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    """A disk of six tenths of the table, which becomes larger."""
+    (disk := tmp_path / "disk").mkdir()
+    if not mounts(disk):
+        pytest.skip("no disk can be mounted")
+    whole, copies = undisturbed("table"), [tmp_path / "full", tmp_path / "large"]
+    room = sum(map(len, whole.files.values())) * 6 // 10
+    line, place = shlex.join([*command(whole.source, disk / "small"), "--workers", "2"]), shlex.quote(str(disk))
+    first, second = (f"cp -a {place}/. {shlex.quote(str(copy))}" for copy in copies)
+    steps = [f"mount -t tmpfs -o size={room} none {place} || exit 99", line, f"code=$?; {first}"]
+    steps += [f"mount -o remount,size={20 * room} {place} || exit 99", f"{line} || exit 98", second, "exit $code"]
+    process = begin(["unshare", "-rm", "sh", "-c", "\n".join(steps)])
+    message = ended(process)
+    assert process.returncode == 2, message
+    assert message.count("kflats:") == 1
+    assert "no space left on device" in message
+    assert left(copies[0]) == [".small.kflats-partial"]
+    finished = list(copies[0].glob(".small.kflats-partial/*/*.safetensors"))
+    assert finished
+    assert {path.with_suffix(".json") for path in finished} == set(copies[0].glob(".small.kflats-partial/*/*.json"))
+    assert left(copies[1]) == ["small"]
+    assert holds(copies[1] / "small") == whole.files
+
+
+def on_two_machines(source: Path, out: Path) -> list[subprocess.Popen[str]]:
+    """As on two machines, of which each has one worker, and which meet at a port of this one."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launcher._free_port()}", "--rdzv-id", "a job"]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+    return [begin([*TORCHRUN, *nodes, *meeting, *command(source, out)[1:]]) for _ in range(2)]
+
+
+@pytest.mark.slow
+@FINDS_WORKERS
+def test_two_machines_make_the_same_bytes_also_after_a_worker_of_one_was_killed(
+    undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    whole, out = undisturbed("table"), tmp_path / "small"
+    machines = on_two_machines(whole.source, out)
+    found = begun(machines[1], 1)
+    assert came(machines[0], beside(out, "new").exists)
+    os.kill(found[0], signal.SIGKILL)
+    messages = [ended(machine) for machine in machines]
+    assert all(machine.returncode for machine in machines), messages
+    assert "SIGKILL" in messages[1]
+    assert "is lost" in messages[0]
+    assert not out.exists()
+    first, second = on_two_machines(whole.source, out)
+    message = ended(second)
+    check_made(first, out, whole.files)
+    assert second.returncode == 0, message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model", "table"])
+def test_of_two_jobs_with_one_output_one_is_refused(
+    name: str, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    whole, out = undisturbed(name), tmp_path / "small"
+    jobs = [compressed(whole.source, out, 2) for _ in range(2)]
     messages = [ended(job) for job in jobs]
     refused = [message for job, message in zip(jobs, messages, strict=True) if job.returncode]
     assert sorted(job.returncode for job in jobs) == [0, 2], messages
     assert "another run is writing" in refused[0] or "exists already" in refused[0]
-    assert weights_of(out) == alone
-    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+    assert holds(out) == whole.files
+    assert left(tmp_path) == ["small"]
