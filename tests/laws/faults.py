@@ -7,11 +7,11 @@ removed. Nothing of kflats is replaced. The processes are forks of one that has 
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from typing import Literal
 Kind = Literal["killed", "killed later", "stopped", "slow", "full disk"]
 _MAKES = {"os.rename", "os.mkdir", "os.link", "os.truncate", "os.chmod"}
 _STEPS = _MAKES | {"open", "os.remove", "os.rmdir"}
-_PATIENCE = 5.0  # a busy machine may not run a worker for a second or two
+PATIENCE = 5.0  # a busy machine may not run a worker for a second or two
 _LIMIT = 120.0
 _IMPORTED = ["torch", "numpy", "kflats", "kflats.tables", "kflats.compress.pipeline", "kflats.cli.app", "faults"]
 _IMPORTED += ["transformers.models.bert.modeling_bert", "transformers.models.auto", "torch.distributed.rendezvous"]
@@ -42,12 +42,30 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code, what it said, and how many steps it did. ``met``: whether the fault came."""
+    """How a process ended: its exit code, what it said, when it did each step, in seconds, and the names that it left
+    in its temporary folder."""
 
     code: int
     said: str
-    steps: int
-    met: bool
+    steps: list[float]
+    temporary: list[str]
+
+    @property
+    def lost(self) -> bool:
+        """Whether it stopped since another was lost, or failed."""
+        return self.code == 2 and ("lost" in self.said or "another worker failed" in self.said)
+
+
+def strikes(fault: Fault, ended: Sequence[Ended]) -> bool:
+    """Whether a fault came while there was work to do: by the exit code that it alone makes, or what is said of it."""
+    struck = ended[fault.rank]
+    if fault.kind == "killed later":
+        return struck.code == -signal.SIGALRM
+    if fault.kind == "full disk":
+        return struck.code == 2 and "no space left on device" in struck.said
+    others = [one for rank, one in enumerate(ended) if rank != fault.rank]
+    waited_for = any(f"worker {fault.rank} is lost" in one.said for one in others)
+    return struck.code == -signal.SIGKILL and (fault.kind == "killed" or waited_for)
 
 
 def run(
@@ -62,8 +80,9 @@ def run(
 ) -> list[Ended]:
     """Run ``job(*arguments, workers)`` in ``count`` connected processes; how each ended.
 
-    A process that is stopped gets killed when the others have ended. ``notes``: a folder for what they say. Steps are
-    counted in another: that of the last argument. ``threads``: of each; by default one.
+    A process that is stopped gets killed when the others have ended. ``notes``: a folder for what they say, and for
+    their temporary folders. Steps are counted in another: that of the last argument. ``threads``: of each; by default
+    one.
     """
     from torch.distributed import TCPStore
 
@@ -75,6 +94,8 @@ def run(
         surroundings = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
         surroundings |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         surroundings |= {"OMP_NUM_THREADS": str(threads[rank] if threads else 1)}
+        surroundings |= {"TMPDIR": os.fspath(temporary := notes / f"temporary-{rank}")}
+        temporary.mkdir()
         own = fault if fault and fault.rank == rank else None
         given = (job, tuple(arguments), surroundings, own, notes / str(rank), allow_unlike)
         running.append(context.Process(target=_worker, args=given, daemon=True))
@@ -93,9 +114,9 @@ def run(
             process.join()
         path = notes / str(rank)
         said = path.read_text() if path.exists() else ""
-        steps, met = json.loads(path.with_suffix(".steps").read_text())
+        steps = [float(line) for line in path.with_suffix(".steps").read_text().splitlines()]
         assert process.exitcode is not None
-        ended.append(Ended(process.exitcode, said, steps, met))
+        ended.append(Ended(process.exitcode, said, steps, left(notes / f"temporary-{rank}")))
     return ended
 
 
@@ -125,13 +146,14 @@ def _worker(
     from kflats.common.workers import LostWorkerError, joined
 
     os.environ |= surroundings
+    tempfile.tempdir = None  # found anew
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     _watch(Path(arguments[-1]).parent, fault, notes.with_suffix(".steps"))
     code = 0
     with notes.open("w") as said:
         sys.stderr = said
         try:
-            with joined(_PATIENCE, allow_unlike=allow_unlike) as workers:
+            with joined(PATIENCE, allow_unlike=allow_unlike) as workers:
                 try:
                     job(*arguments, workers)
                 except KflatsError as error:
@@ -147,12 +169,12 @@ def _worker(
 
 
 def _watch(folder: Path, fault: Fault | None, noted: Path) -> None:
-    """Count the steps below ``folder`` from now on, into the file ``noted``, and bring the fault."""
-    inside, steps, met = os.fspath(folder), 0, False
-    note = os.open(noted, os.O_WRONLY | os.O_CREAT)
+    """Note the steps below ``folder`` from now on, one a line of the file ``noted``, and bring the fault."""
+    inside, steps, began = os.fspath(folder), 0, time.monotonic()
+    note = os.open(noted, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, given: tuple[object, ...]) -> None:
-        nonlocal steps, met
+        nonlocal steps
         if event not in _STEPS or not isinstance(given[0], str | os.PathLike):
             return
         if not os.fspath(given[0]).startswith(inside):  # type: ignore[arg-type]
@@ -161,14 +183,12 @@ def _watch(folder: Path, fault: Fault | None, noted: Path) -> None:
         if event == "open":
             makes = bool(int(given[2]) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))  # type: ignore[call-overload]
         steps += 1
-        comes = fault is not None and steps == fault.step
-        met = met or comes
-        os.pwrite(note, json.dumps([steps, met]).encode().ljust(40), 0)
-        if fault is None or not met:
+        os.write(note, f"{time.monotonic() - began:.4f}\n".encode())
+        if fault is None or steps < fault.step:
             return
         if fault.kind == "full disk" and makes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(given[0]))  # type: ignore[arg-type]
-        if not comes:
+        if steps > fault.step:
             return
         if fault.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +200,6 @@ def _watch(folder: Path, fault: Fault | None, noted: Path) -> None:
         elif fault.kind == "slow":
             time.sleep(fault.delay)
 
-    os.pwrite(note, b"[0, false]", 0)
     sys.addaudithook(hook)
 
 
@@ -198,4 +217,4 @@ def left(folder: Path) -> list[str]:
     return []
 
 
-__all__ = ["Ended", "Fault", "Kind", "holds", "left", "run"]
+__all__ = ["PATIENCE", "Ended", "Fault", "Kind", "holds", "left", "run", "strikes"]
