@@ -33,7 +33,7 @@ import kflats
 from kflats.io import open_rows
 
 D, PART, BATCH = 64, 1_000_000, 4096
-FILES, ROWS = 240, 2**14  # as many files as a billion rows make; their rows are multiples of so many
+FILES, ROWS = 240, 2**14  # files of a billion rows; rows in each are multiples of so many
 READERS = ("float16", "int8", "sq", "pq", "kflats")
 
 
@@ -223,7 +223,7 @@ def compared(source: list[Path], n: int, place: Path) -> str:
 def scaled(source: list[Path], counts: list[int], bits: int, place: Path) -> str:
     """Time and memory of writing by rows; speed and memory of reading. The longest in many files too."""
     lines = []
-    many = -(-counts[-1] // FILES // ROWS) * ROWS
+    many = max(1, counts[-1] // FILES // ROWS) * ROWS
     for layout in ("fast", "compact"):
         for n, shard_rows in [*((n, 0) for n in counts), (counts[-1], many)]:
             out = Path(tempfile.mkdtemp(dir=place)) / "out"

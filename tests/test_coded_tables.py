@@ -201,13 +201,14 @@ def test_the_step_of_a_column_is_the_best_of_all_that_could_be_taken(kind: str) 
         "of three values": normal.sign() * (normal.abs() > 0.5),
     }[kind] * torch.logspace(-2, 2, 6)
     squares, sizes = torch.rand(2000, 1, generator=g), columns.square().mean(0).sqrt()
-    errors, steps = fast._by_bits(columns, squares, sizes)
-    for bits in range(1, len(errors)):
-        widths = 2 * fast._WIDTHS.unsqueeze(1) * sizes / 2**bits
-        codes = (columns / widths.unsqueeze(1)).floor().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
-        least = ((codes * widths.unsqueeze(1) - columns).square() * squares).sum(1).min(0).values
-        torch.testing.assert_close(errors[bits], torch.minimum(least, errors[bits - 1]), rtol=1e-4, atol=1e-6)
-        assert bool((steps[bits] > 0).all())
+    for bits in range(1, 10):
+        least, steps = fast._best(columns, sizes, squares, bits)
+        tried = 2 * fast._WIDTHS.unsqueeze(1) * sizes / 2**bits
+        codes = (columns / tried.unsqueeze(1)).floor().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+        errors = ((codes * tried.unsqueeze(1) - columns).square() * squares).sum(1)
+        torch.testing.assert_close(least, errors.min(0).values, rtol=1e-4, atol=1e-6)
+        nearest = (tried - steps).abs().argmin(0)
+        torch.testing.assert_close(least, errors.gather(0, nearest.unsqueeze(0))[0], rtol=1e-4, atol=1e-6)
 
 
 def test_lanes_take_little_more_than_a_whole_stream() -> None:

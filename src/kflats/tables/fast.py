@@ -255,37 +255,36 @@ def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, 
     units, squares = sample / scales.unsqueeze(1), scales.square().unsqueeze(1)
     sizes = units.square().mean(0).sqrt()
     # Some columns at a time: what is computed of them stays in the processor's cache.
-    parts = [
-        _by_bits(part.contiguous(), squares, size)
-        for part, size in zip(units.split(_COLUMNS, 1), sizes.split(_COLUMNS), strict=True)
-    ]
-    table, steps = (torch.cat(each, 1) for each in zip(*parts, strict=True))
-    bits_of = torch.zeros(len(sizes), dtype=torch.int64)
-    columns = torch.arange(len(sizes))
+    parts = [part.contiguous() for part in units.split(_COLUMNS, 1)]
+    errors = [torch.cat([(part.square() * squares).sum(0) for part in parts])]
+    steps = [torch.zeros_like(sizes)]
+    bits_of, columns = torch.zeros(len(sizes), dtype=torch.int64), torch.arange(len(sizes))
     for _ in range(min(total, _MOST_BITS * len(sizes))):
-        at = table[bits_of, columns]
-        saved = torch.where(bits_of < _MOST_BITS, at - table[(bits_of + 1).clamp_max(_MOST_BITS), columns], -1.0)
-        bits_of[saved.argmax()] += 1
-    return float(table[bits_of, columns].sum()), bits_of.to(torch.uint8), steps[bits_of, columns]
+        if (most := int(bits_of.max()) + 1) == len(errors) <= _MOST_BITS:
+            each = zip(parts, sizes.split(_COLUMNS), strict=True)
+            best, chosen = (torch.cat(one) for one in zip(*(_best(*two, squares, most) for two in each), strict=True))
+            errors.append(torch.minimum(best, errors[-1]))
+            steps.append(chosen)
+            table = torch.stack(errors)
+        saved = table[bits_of, columns] - table[(bits_of + 1).clamp_max(len(table) - 1), columns]
+        bits_of[torch.where(bits_of < _MOST_BITS, saved, -1.0).argmax()] += 1
+    error, chosen = torch.stack(errors)[bits_of, columns].sum(), torch.stack(steps)[bits_of, columns]
+    return float(error), bits_of.to(torch.uint8), chosen
 
 
-def _by_bits(units: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """(bits, r) least squared errors of columns under each number of bits, and their steps; ``squares`` (m, 1) are
-    those of the rows' scales, ``sizes`` (r,) the columns' roots of mean squares.
+def _best(units: Tensor, sizes: Tensor, squares: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(r,) least squared errors of columns in so many bits, and their steps; ``sizes`` (r,) are the columns' roots of
+    mean squares, ``squares`` (m, 1) those of the rows' scales.
 
     Every third of the largest values is tried, and then, of each column, the two on each side of the best of these.
     """
-    errors, steps = [(units.square() * squares).sum(0)], [torch.zeros_like(sizes)]
     third = torch.arange(1, len(_WIDTHS), 3)
-    for bits in range(1, _MOST_BITS + 1):
-        coarse = [_error(units, squares, _steps(place.expand(len(sizes)), sizes, bits), bits) for place in third]
-        least, which = torch.stack(coarse).min(0)
-        near = (third[which] + torch.tensor([[0], [-2], [-1], [1], [2]])).clamp(0, len(_WIDTHS) - 1)
-        fine = [_error(units, squares, _steps(places, sizes, bits), bits) for places in near[1:]]
-        best, which = torch.stack([least, *fine]).min(0)
-        errors.append(torch.minimum(best, errors[-1]))
-        steps.append(_steps(near.gather(0, which.unsqueeze(0))[0], sizes, bits))
-    return torch.stack(errors), torch.stack(steps)
+    coarse = [_error(units, squares, _steps(place.expand(len(sizes)), sizes, bits), bits) for place in third]
+    least, which = torch.stack(coarse).min(0)
+    near = (third[which] + torch.tensor([[0], [-2], [-1], [1], [2]])).clamp(0, len(_WIDTHS) - 1)
+    fine = [_error(units, squares, _steps(places, sizes, bits), bits) for places in near[1:]]
+    best, which = torch.stack([least, *fine]).min(0)
+    return best, _steps(near.gather(0, which.unsqueeze(0))[0], sizes, bits)
 
 
 def _steps(places: Tensor, sizes: Tensor, bits: int) -> Tensor:
