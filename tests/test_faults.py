@@ -104,12 +104,17 @@ def undisturbed(
     return made
 
 
+def drawn_worker(drawn: random.Random, whole: Undisturbed, least: int) -> int:
+    """One that did so many steps: others had done the work before some workers came."""
+    return drawn.choice([rank for rank, steps in enumerate(whole.steps) if len(steps) >= least])
+
+
 def drawn_fault(drawn: random.Random, whole: Undisturbed) -> Fault:
     """At a step of the undisturbed run; what is killed later is killed at a moment of it, whatever it does then."""
     kinds: list[Kind] = ["killed", "killed later", "full disk"]
     if len(whole.steps) > 1:
         kinds.append("stopped")  # which none but another worker can tell
-    kind, rank = drawn.choice(kinds), drawn.randrange(len(whole.steps))
+    kind, rank = drawn.choice(kinds), drawn_worker(drawn, whole, 1)
     steps, moment = whole.steps[rank], drawn.uniform(0, 0.9)
     if kind == "killed later":
         return Fault(kind, rank, 1, moment * (steps[-1] - steps[0]))
@@ -164,7 +169,7 @@ def test_a_worker_that_lives_is_waited_for_beyond_the_patience(
 ) -> None:
     drawn, whole, (job, options) = random.Random(name), undisturbed(name, 2), JOBS[name]
     for draw in range(DRAWS):
-        rank = drawn.randrange(2)
+        rank = drawn_worker(drawn, whole, 2)
         fault = Fault("slow", rank, drawn.randint(1, len(whole.steps[rank]) // 2), PATIENCE + 1)
         (work := tmp_path / f"work-{draw}").mkdir()
         ended = run(job, [*options, whole.source, str(work / "out")], 2, fault, tmp_path / f"notes-{draw}")

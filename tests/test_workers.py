@@ -306,8 +306,23 @@ def command(source: Path, out: Path) -> list[str]:
     return [*COMMAND, *given, "--out", str(out)]
 
 
+BEGUN: list[subprocess.Popen[str]] = []
+
+
 def begin(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(arguments, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(arguments, env=SURROUNDINGS, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    BEGUN.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """Where a test fails, what it began ends with it."""
+    yield
+    while BEGUN:
+        if (process := BEGUN.pop()).poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def compressed(source: Path, out: Path, count: int) -> subprocess.Popen[str]:
@@ -385,11 +400,11 @@ def begun(process: subprocess.Popen[str], count: int = 2) -> list[int]:
 
 def came(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
     """Wait for something that a process does; whether it does it."""
-    while not there():
-        if process.poll() is not None:
-            return False
+    while True:
+        done = process.poll() is not None  # before the look, so that nothing comes between
+        if there() or done:
+            return not done or there()
         time.sleep(0.003)
-    return True
 
 
 def beside(out: Path, kind: str) -> Path:
@@ -423,10 +438,13 @@ def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             process = compressed(source, out := folder / "small", 2)
             assert came(process, beside(out, "new").exists), ended(process)
             since = time.monotonic()
-            while not out.exists():
-                assert process.poll() is None, ended(process)
+
+            def finished() -> bool:
+                nonlocal most
                 most = max(most, kept(out))
-                time.sleep(0.003)
+                return out.exists()
+
+            assert came(process, finished), ended(process)
             seconds = time.monotonic() - since
             ended(process)
             known[name] = Undisturbed(source, holds(out), seconds, most)

@@ -159,7 +159,9 @@ class Shard:
         self._checks = self.array("checks", np.uint32, 0)
         if self.data.dtype != np.uint8 or len(self._checks) != -(-self.data.nbytes // PIECE):
             raise self.damaged("other arrays than a shard has")
-        self._seen, self._unseen = np.zeros(len(self._checks), dtype=np.bool_), len(self._checks)
+        self._seen = np.zeros(len(self._checks), dtype=np.bool_)
+        self.checked = not len(self._checks)
+        """Whether all codes were; several threads may check one piece."""
 
     def damaged(self, symptom: str) -> KflatsError:
         """The error that names this file."""
@@ -180,11 +182,6 @@ class Shard:
             raise self.damaged(f"the array {name!r} is not that of this table")
         return values.view(dtype)
 
-    @property
-    def checked(self) -> bool:
-        """Whether all codes have been checked."""
-        return not self._unseen
-
     def check(self, starts: Ints, ends: Ints) -> None:
         """Check the pieces that hold bytes ``starts`` to ``ends`` of the codes, those not checked before.
 
@@ -202,9 +199,9 @@ class Shard:
                 if zlib.crc32(view) != int(self._checks[piece]):
                     raise self.damaged(f"a checksum of bytes {piece * PIECE:,} and following of its codes differs")
                 self._seen[piece] = True
-                self._unseen -= 1
             more = first < last
             first, last = first[more] + 1, last[more]
+        self.checked = bool(self._seen.all())
 
     def check_all(self) -> None:
         """Check every byte of the codes.
