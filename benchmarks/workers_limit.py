@@ -199,6 +199,7 @@ def main() -> None:
     options = arguments(__doc__, size="8MB", counts="1,2,4,16")
     torch.set_num_threads(1)
     made = [recorded(options.size, int(count)) for count in options.counts.split(",")]
+    assert len({tuple(stage.name for stage in one.stages) for one in made}) == 1
     lines: list[dict[str, object]] = []
     for number, stage in enumerate(made[0].stages):
         each = [one.stages[number] for one in made]
