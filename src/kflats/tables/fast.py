@@ -27,7 +27,8 @@ from kflats.tables.shards import Shard, ShardRecord, ShardWriter
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
 _WIDTHS = torch.linspace(0.5, 6.0, 23, dtype=torch.float32)
 """Largest values, in root mean squares, among which that of a step is chosen."""
-_SAMPLE = 8192  # rows on which steps are chosen
+_SAMPLE = 8192  # rows on which bits and steps are chosen
+_SCALE_SAMPLE = 2048  # rows on which codes with scales of rows and without are compared
 _COLUMNS = 16
 _OCTAVE = 8  # scales an octave
 _DECODED = 4096  # rows that are decoded at once
@@ -53,20 +54,21 @@ class FastCode:
     @classmethod
     def of(cls, sample: Tensor, axes: Axes, mean: Tensor, row_bytes: int) -> FastCode:
         """The code of ``row_bytes`` a row that loses least on ``sample`` (m, r), rows in principal axes."""
-        sample = _few(sample)
+        sample = _few(sample, _SAMPLE)
         energies = sample.square().mean(0)
         if float(energies.max()) <= 0:
             raise KflatsError("the table has no numbers but one row many times", hint="keep that row")
         # A row that is s times a row of these energies has this scale; coordinates without energy say nothing.
         weights = torch.where(energies > 1e-6 * energies.max(), 1 / energies.clamp_min(1e-38), 0.0)
         weights = weights / (weights > 0).sum()
-        ways = []
-        for scaled in (True, False):
-            if 8 * row_bytes > 8 * scaled:
-                scales = (sample.square() @ weights).sqrt() if scaled else torch.ones(len(sample), dtype=torch.float32)
-                error, bits, steps = _shared(sample, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
-                ways.append((error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)))
-        _, bits, steps, top = min(ways, key=lambda way: way[0])
+
+        def found(rows: Tensor, scaled: bool) -> tuple[float, Tensor, Tensor, Tensor]:
+            scales = (rows.square() @ weights).sqrt() if scaled else torch.ones(len(rows), dtype=torch.float32)
+            error, bits, steps = _shared(rows, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
+            return error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)
+
+        few = _few(sample, _SCALE_SAMPLE)
+        _, bits, steps, top = found(sample, row_bytes > 1 and found(few, True)[0] <= found(few, False)[0])
         return cls(bits, steps, weights, top.view(1).to(torch.float32), axes, mean)
 
     def __post_init__(self) -> None:
@@ -168,7 +170,7 @@ class FastCode:
         """The squared error of a row but for coordinates far beyond the largest value of their column, as in the rows
         of the ``sample`` by which the code was chosen."""
         total = 0.0
-        chosen = _few(sample)
+        chosen = _few(sample, _SAMPLE)
         _, scales = self._labels(chosen)
         for here in range(0, len(chosen), _AT_ONCE):
             part = slice(here, here + _AT_ONCE)
@@ -245,31 +247,38 @@ class FastWriter:
         return self.file.finish({})
 
 
-def _few(sample: Tensor) -> Tensor:
-    """The rows by which a code is chosen."""
-    return sample[:: max(1, len(sample) // _SAMPLE)]
+def _few(sample: Tensor, rows: int) -> Tensor:
+    """About so many rows of a sample, or all where it has fewer."""
+    return sample[:: max(1, len(sample) // rows)]
 
 
 def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, Tensor]:
     """The squared error, and bits (r,) uint8 and steps (r,) of ``total`` bits a row, each bit where it saves most."""
     units, squares = sample / scales.unsqueeze(1), scales.square().unsqueeze(1)
     sizes = units.square().mean(0).sqrt()
-    # Some columns at a time: what is computed of them stays in the processor's cache.
-    parts = [part.contiguous() for part in units.split(_COLUMNS, 1)]
-    errors = [torch.cat([(part.square() * squares).sum(0) for part in parts])]
-    steps = [torch.zeros_like(sizes)]
-    bits_of, columns = torch.zeros(len(sizes), dtype=torch.int64), torch.arange(len(sizes))
+    columns = torch.arange(len(sizes))
+    # Some columns at a time: what is computed of them stays in the processor's cache, and neighbours get like bits.
+    groups = [(ids, units[:, ids].contiguous()) for ids in columns.split(_COLUMNS)]
+    errors, steps = torch.zeros(2, _MOST_BITS + 1, len(sizes), dtype=torch.float32)
+    errors[0], priced = (units.square() * squares).sum(0), [0] * len(groups)
+    bits_of = torch.zeros(len(sizes), dtype=torch.int64)
+
+    def price(group: int) -> None:
+        """One bit more for the columns of a group, where one of them has all that was priced."""
+        ids, part = groups[group]
+        if int(bits_of[ids].max()) == priced[group] < _MOST_BITS:
+            priced[group] += 1
+            least, steps[priced[group], ids] = _best(part, sizes[ids], squares, priced[group])
+            errors[priced[group], ids] = torch.minimum(least, errors[priced[group] - 1, ids])
+
+    for group in range(len(groups)):
+        price(group)
     for _ in range(min(total, _MOST_BITS * len(sizes))):
-        if (most := int(bits_of.max()) + 1) == len(errors) <= _MOST_BITS:
-            each = zip(parts, sizes.split(_COLUMNS), strict=True)
-            best, chosen = (torch.cat(one) for one in zip(*(_best(*two, squares, most) for two in each), strict=True))
-            errors.append(torch.minimum(best, errors[-1]))
-            steps.append(chosen)
-            table = torch.stack(errors)
-        saved = table[bits_of, columns] - table[(bits_of + 1).clamp_max(len(table) - 1), columns]
-        bits_of[torch.where(bits_of < _MOST_BITS, saved, -1.0).argmax()] += 1
-    error, chosen = torch.stack(errors)[bits_of, columns].sum(), torch.stack(steps)[bits_of, columns]
-    return float(error), bits_of.to(torch.uint8), chosen
+        saved = errors[bits_of, columns] - errors[(bits_of + 1).clamp_max(_MOST_BITS), columns]
+        place = int(torch.where(bits_of < _MOST_BITS, saved, -1.0).argmax())
+        bits_of[place] += 1
+        price(place // _COLUMNS)
+    return float(errors[bits_of, columns].sum()), bits_of.to(torch.uint8), steps[bits_of, columns]
 
 
 def _best(units: Tensor, sizes: Tensor, squares: Tensor, bits: int) -> tuple[Tensor, Tensor]:
