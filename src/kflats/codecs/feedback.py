@@ -38,7 +38,7 @@ from kflats.numerics.coding.quantizers import Quantizer
 from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.trellis import SHORTEST, PathRounding
-from kflats.numerics.large_matrices import stripes
+from kflats.numerics.large_matrices import room_like, rows_at, stripes
 from kflats.numerics.rows import Rows, whole_matrix
 
 _LONG = 16
@@ -268,7 +268,7 @@ class _Source:
     @classmethod
     def of(cls, given: Rows, weighting: Weighting, damping: float, *, paths: bool = False) -> _Source:
         """``paths``: in the order of the matrix, for integers that follow paths."""
-        matrix = whole_matrix(given).detach().to("cpu", torch.float32)
+        matrix = whole_matrix(given, torch.float32).detach().to("cpu")
         n, d = matrix.shape
         rows = side_of(weighting.left, n, damping, ordered=not paths)
         columns = side_of(weighting.right, d, damping, ordered=not paths)
@@ -314,7 +314,7 @@ class _Source:
     def likely(self, c: float, dtype: torch.dtype) -> Tensor:
         """(n, d) the numbers in steps at ``c``, which targets will be like."""
         _, row_steps, column_steps = self.steps(c, dtype)
-        likely = torch.empty_like(self.matrix)
+        likely = room_like(self.matrix)
         for here in stripes(likely):
             steps = torch.outer(row_steps[here], column_steps).to(torch.float32)
             torch.div(self.matrix[here], steps, out=likely[here])
@@ -352,7 +352,7 @@ class _Source:
         contexts = torch.zeros(count, d, dtype=torch.uint8)
         contexts[self.labels] = how.contexts.to(torch.uint8)
         matrix = from_integers(
-            [made.levels[self.labels == label] for label in range(count)],
+            [rows_at((self.labels == label).nonzero().squeeze(1), made.levels) for label in range(count)],
             self.labels,
             held.values,
             contexts=contexts,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ from kflats.numerics.coding.frame import basis_contexts
 from kflats.numerics.coding.packing import PackedLayout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
 from kflats.numerics.coding.trellis import free_bits, pays, subsets_of
-from kflats.numerics.large_matrices import stripes
+from kflats.numerics.large_matrices import stripes, zero_matrix
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
@@ -93,18 +93,22 @@ def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Con
     Raises:
         KflatsError: ``constriction`` is not installed, or no coder wrote ``data``.
     """
+    return list(_decoded(data, counts, models))
+
+
+def _decoded(data: memoryview, counts: Iterable[int], models: Iterable[ContextModel]) -> Iterator[Integers]:
+    """As ``decode_symbols``, part after part."""
     if len(data) % 4:
         raise damaged("they end inside a word")
     try:
         coder = _library().stack.AnsCoder(np.frombuffer(data, dtype="<u4").astype(np.uint32))
-        parts = list[Integers]()
         for count, model in zip(counts, models, strict=True):
             if model.coder is None or not count:
-                parts.append(np.full(count, model.first, dtype=np.int32))
+                yield np.full(count, model.first, dtype=np.int32)
             else:
-                parts.append(coder.decode(model.coder, count))
-                parts[-1] += np.int32(model.first)
-        return parts
+                part: Integers = coder.decode(model.coder, count)
+                part += np.int32(model.first)
+                yield part
     except (ValueError, AssertionError) as error:
         raise damaged(str(error)[:80]) from error
 
@@ -186,11 +190,21 @@ class Reader:
         costs = pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1, dtype=torch.uint8)
         return Tables(torch.tensor(reaches, dtype=torch.int16), costs)
 
-    def array(self, shape: Sequence[int]) -> Tensor:
-        """Integers of this shape, int32."""
-        models, count = models_of(self.tables()), int(np.prod(shape, dtype=np.int64))
-        (integers,) = self.symbols([count], models)
-        return torch.from_numpy(integers).view(*shape)
+    def array(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        """Integers of this shape, some at a time: the axes of a wide matrix are as large as the matrix."""
+        (model,), (size, checksum) = models_of(self.tables()), self.get("<II")
+        made = torch.empty(*shape, dtype=dtype)
+        pieces = made.view(-1).split(_PIECE)
+        parts = _decoded(self.take(size), [len(piece) for piece in pieces], [model] * len(pieces))
+
+        def stored() -> Iterator[memoryview]:
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.copy_(torch.from_numpy(part))
+                yield np.ascontiguousarray(part, dtype="<i4").data
+
+        if crc32(stored()) != checksum:
+            raise damaged("a checksum differs")
+        return made
 
 
 def _checksum(parts: Sequence[_AnyIntegers]) -> int:
@@ -274,8 +288,11 @@ def encode(matrix: CodedMatrix) -> Tensor:
         groups = context.groups(layout, tensors["contexts"][c], c, slice(a, b))
         put(packed, encode_symbols(groups.parts(unpack(packed, layout)), groups.models))
     top = bytes(head.data)
-    start = _MAGIC + struct.pack(_START, STREAM_VERSION, context.number, BLOCK, len(top), crc32([top]))
-    return torch.frombuffer(bytearray(start + top + bytes(body)), dtype=torch.uint8)
+    stream = bytearray(
+        _MAGIC + struct.pack(_START, STREAM_VERSION, context.number, BLOCK, len(top), crc32([top])) + top
+    )
+    stream += body
+    return torch.frombuffer(stream, dtype=torch.uint8)
 
 
 def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
@@ -470,7 +487,7 @@ def _layouts(head: Reader, geometry: CodedGeometry) -> tuple[dict[str, Tensor], 
         tensors["basis"] = torch.empty(geometry.shapes["basis"], dtype=torch.int8)
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             rows = (scales == k).nonzero().squeeze(1)
-            tensors["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
+            tensors["basis"][rows] = head.array((len(rows), geometry.shape[1]), torch.int8)
     if geometry.basis != "diagonal":
         tables = head.tables()
     return tensors, tables
@@ -669,27 +686,29 @@ def _read_free_bits(head: Reader, body: Reader, geometry: CodedGeometry, most: i
     """(n, d) uint8."""
     if geometry.basis != "diagonal":
         raise damaged("paths through a matrix of axes")
-    d, parts = geometry.shape[1], []
+    n, d = geometry.shape
+    free = zero_matrix(n, d, torch.uint8)
     for a, b in _bit_blocks(geometry, most):
         (checksum,) = head.get("<I")
         plain = body.take((b - a) * -(-d // 8))
         if crc32([plain]) != checksum:
             raise damaged(f"the checksum of the free bits of rows {a} to {b} differs")
-        parts.append(np.unpackbits(np.frombuffer(plain, np.uint8).reshape(b - a, -1), axis=1, count=d))
-    return torch.from_numpy(np.concatenate(parts))
+        bits = np.unpackbits(np.frombuffer(plain, np.uint8).reshape(b - a, -1), axis=1, count=d)
+        free[a:b] = torch.from_numpy(bits)
+    return free
 
 
 def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: Tables) -> Tensor | None:
     """The free bits (n, d) of integers that follow paths, where that takes fewer bytes."""
     if geometry.basis != "diagonal":
         return None
-    levels = torch.empty(geometry.shape, dtype=torch.int16)
-    contexts = torch.empty(geometry.shape, dtype=torch.uint8)
+    n, d = geometry.shape
+    levels, contexts = zero_matrix(n, d, torch.int16), zero_matrix(n, d, torch.uint8)
     for c, rows in enumerate(_rows_by_class(geometry, tensors.get("labels"))):
         layout = PackedLayout(tensors["bits"][c], tensors["low"][c])
-        for part in stripes(rows.unsqueeze(1).expand(-1, geometry.shape[1])):
+        for part in stripes(rows.unsqueeze(1).expand(-1, d)):
             levels[rows[part]] = unpack(geometry.part(tensors["codes"], c)[part], layout)
-        contexts[rows] = tensors["contexts"][c]
+            contexts[rows[part]] = tensors["contexts"][c]
     free = free_bits(levels)
     return free if free is not None and pays(levels, contexts, tables) else None
 

@@ -242,7 +242,7 @@ def from_codes(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
     contexts, shrink = _common_contexts(codes)
 
     def wide(values: Tensor) -> Tensor:
-        return F.pad(values, (0, rank - values.shape[1]))
+        return values if values.shape[1] == rank else F.pad(values, (0, rank - values.shape[1]))
 
     return from_integers(
         [wide(levels) for one in codes for levels in one.levels],

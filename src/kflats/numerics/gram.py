@@ -129,12 +129,11 @@ def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
     n, d = rows.shape
     if n >= d:
         return top_eigenvectors(gram_of(rows, weights), d)
-    # A new tensor, also where the rows are in float64.
-    block = whole_matrix(rows).to(torch.float64, copy=True)
+    block = all_rows(rows)
     block.mul_(weights.to(block).sqrt().unsqueeze(1))
     energies, turn = top_eigenvectors(block @ block.T, n)
     known = max(1, int((energies > RANK_FLOOR * energies[0]).sum()))
-    axes = turn[:known] @ block
+    axes = torch.mm(turn[:known], block, out=zero_matrix(known, d, device=block.device))
     return energies[:known], axes.div_(axes.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny))
 
 

@@ -1,9 +1,9 @@
-"""Square matrices that may be most of the memory: where they lie, and operations that make no second one.
+"""Matrices that may be most of the memory: where they lie, and operations that make no second one.
 
-The Gram matrix of n inputs takes 8 n^2 bytes, of 28,672 inputs 6.6 GB. Inside of ``large_matrices_in`` those that take
-more than a quarter of what the process may still take lie in files without a name, which are mapped into memory: their
-pages are no private memory, and the system writes them to disk when it needs room. The numbers are the same on both
-ways.
+The Gram matrix of n inputs takes 8 n^2 bytes, of 28,672 inputs 6.6 GB, and codecs hold the numbers of a weight several
+times. Inside of ``large_matrices_in`` what takes more than a quarter of what the process may still take lies in files
+without a name, which are mapped into memory: their pages are no private memory, and the system writes them to disk when
+it needs room. The numbers are the same on both ways.
 """
 
 from __future__ import annotations
@@ -70,6 +70,27 @@ def zero_matrix(
         except OSError as error:
             raise MemoryError(f"cannot allocate memory: {nbytes:,} bytes of a file cannot be mapped") from error
     return torch.frombuffer(data, dtype=dtype).view(rows, columns)
+
+
+def room_like(given: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the shape of ``given``, of its type or another, to be written over. It lies where ``zero_matrix``
+    would.
+
+    >>> room_like(torch.ones(2, 3, 4), torch.int16).shape
+    torch.Size([2, 3, 4])
+    """
+    rows = max(1, len(given))
+    return zero_matrix(rows, given.numel() // rows, dtype or given.dtype, given.device).view(given.shape)
+
+
+def rows_at(index: Tensor, table: Tensor) -> Tensor:
+    """The rows ``index`` (n,) of ``table`` (m, d), which lie where ``zero_matrix`` would.
+
+    >>> rows_at(torch.tensor([1, 0, 1]), torch.tensor([[1.0], [2.0]])).flatten().tolist()
+    [2.0, 1.0, 2.0]
+    """
+    made = zero_matrix(len(index), table.shape[1], table.dtype, table.device)
+    return torch.index_select(table, 0, index, out=made)
 
 
 def _reserve(file: IO[bytes], nbytes: int) -> None:

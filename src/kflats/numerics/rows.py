@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError, NotFiniteError
+from kflats.numerics.large_matrices import zero_matrix
 
 BLOCK = 1024
 """Rows per E-step block: the block and its coordinates stay in cache (measured best of 256..16384)."""
@@ -184,14 +185,18 @@ def gram_block(rows: Rows) -> int:
     return min(GRAM_BLOCK, max(1, _GRAM_NUMBERS // rows.shape[1]))
 
 
-def whole_matrix(rows: Rows) -> Tensor:
-    """The whole matrix (n, d) in memory, in its own type."""
-    return rows.take(torch.arange(rows.shape[0], device=rows.device))
+def whole_matrix(rows: Rows, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of the whole matrix (n, d), in its own type or another; it lies where ``zero_matrix`` would."""
+    n, d = rows.shape
+    whole = zero_matrix(n, d, dtype or rows.dtype, rows.device)
+    for here, block in slices(rows, gram_block(rows)):
+        whole[here] = block
+    return whole
 
 
 def all_rows(rows: Rows) -> Tensor:
-    """The whole matrix (n, d) in memory, in float64."""
-    return whole_matrix(rows).to(torch.float64)
+    """The same in float64."""
+    return whole_matrix(rows, torch.float64)
 
 
 def as_rows(matrix: Tensor | Rows) -> Rows:

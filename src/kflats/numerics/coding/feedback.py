@@ -30,7 +30,16 @@ from kflats.common.torch_settings import one_thread
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding, symbols_of
-from kflats.numerics.large_matrices import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
+from kflats.numerics.large_matrices import (
+    all_finite,
+    factorize_,
+    permuted,
+    room_like,
+    rows_at,
+    stripes,
+    turn_,
+    zero_matrix,
+)
 
 _ALL = slice(None)
 _JITTER = 1e-7
@@ -162,7 +171,8 @@ class Rounding:
         rise, gap = price.diff(dim=1), value.diff(dim=1)
         up = (value[:, :-1] + value[:, 1:]) / 2 + TRADE * rise / (2 * gap) - j[:-1] + shrink
         live = value / 2 + TRADE * (price - price[:, :1]) / (2 * value.clamp_min(0.1))
-        return cls(quantizer.contexts.to(torch.int16)[labels], quantizer.shrink, up, live[:, :-1])
+        contexts = rows_at(labels, quantizer.contexts.to(torch.int16))
+        return cls(contexts, quantizer.shrink, up, live[:, :-1])
 
     def turned(self) -> Rounding:
         """For the transposed matrix."""
@@ -170,8 +180,7 @@ class Rounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        lists = _Lists.of(self, targets.dtype)
-        levels = torch.empty(targets.shape, dtype=torch.int16)
+        lists, levels = _Lists.of(self, targets.dtype), room_like(targets, torch.int16)
         for here in stripes(targets):
             given = targets[here]
             levels[here] = lists.magnitudes(given, *lists.of_contexts(self.contexts[here])) * given.sign()
@@ -259,7 +268,8 @@ class _Blocks:
 
     def finished(self, values: Tensor, seen: Tensor) -> Rounded:
         """Of values and targets in blocks: integers and targets in the order of the matrix."""
-        levels, targets = torch.empty(self.shape, dtype=torch.int16), torch.empty(self.shape, dtype=seen.dtype)
+        n, d = self.shape
+        levels, targets = zero_matrix(n, d, torch.int16), zero_matrix(n, d, seen.dtype)
         shrinks, size = self.how.shrink.to(values.dtype), values.shape[-1]
         for r, c in itertools.product(*(range(count) for count in values.shape[:2])):
             rows, columns = (order[i * size : (i + 1) * size] for order, i in zip(self.order, (r, c), strict=True))
@@ -273,7 +283,7 @@ class _Blocks:
 def _begun(one: ToRound) -> Rounded | _Blocks:
     """What goes into blocks, or else what is rounded already."""
     matrix, rows, columns, how = one.matrix, one.rows, one.columns, one.how
-    if not bool(torch.isfinite(matrix).all()):
+    if not all_finite(matrix):
         raise KflatsError(
             "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
         )
@@ -308,7 +318,7 @@ def _begun(one: ToRound) -> Rounded | _Blocks:
 
 
 def _matrix_in_steps(one: ToRound) -> Tensor:
-    wanted = torch.empty(one.matrix.shape, dtype=one.matrix.dtype)
+    wanted = room_like(one.matrix)
     for here in stripes(wanted):
         wanted[here] = _rows_in_steps(one, here)
     return wanted
@@ -365,8 +375,7 @@ def _by_columns(one: ToRound, how: Rounding) -> Rounded:
     couplings, order, lists = one.columns.couplings, one.columns.order, _Lists.of(how, one.matrix.dtype)
     assert couplings is not None
     across = _in_steps(couplings, one.column_steps[order], one.matrix.dtype)
-    levels = torch.empty(one.matrix.shape, dtype=torch.int16)
-    targets = torch.empty(one.matrix.shape, dtype=one.matrix.dtype)
+    levels, targets = room_like(one.matrix, torch.int16), room_like(one.matrix)
     for rows in stripes(one.matrix, _ROUNDED):
         wanted, contexts = _rows_in_steps(one, rows)[:, order], how.contexts[rows][:, order]
         seen, errors = wanted.clone(), torch.empty_like(wanted)
@@ -501,8 +510,8 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
     own = _stacked([each.wanted for each in given])  # (count, tall, wide, size, size)
     across = [each.across for each in given if each.across is not None]
     down = [each.down for each in given if each.down is not None]
-    errors, targets = torch.empty_like(own), torch.empty_like(own)
-    mixed = torch.empty_like(own) if down else None
+    errors, targets = room_like(own), room_like(own)
+    mixed = room_like(own) if down else None
     for diagonal in range(tall + wide - 1):
         i = range(max(0, diagonal - wide + 1), min(tall, diagonal + 1))
         rows = torch.tensor(i)
@@ -534,7 +543,7 @@ def _by_blocks(given: Sequence[_Blocks]) -> list[tuple[Tensor, Tensor]]:
         targets[:, rows, columns] = (mine + coupled).unflatten(0, (count, len(i)))
         if mixed is not None:
             mixed[:, rows, columns] = (mine - made).unflatten(0, (count, len(i)))
-    return list(zip(own - errors, targets, strict=True))
+    return list(zip(own.sub_(errors), targets, strict=True))
 
 
 def _tiles(of: Tensor, size: int) -> Tensor:

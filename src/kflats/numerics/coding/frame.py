@@ -21,7 +21,7 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST, Tables, tables_for
 from kflats.numerics.gram import principal_axes
-from kflats.numerics.large_matrices import stripes
+from kflats.numerics.large_matrices import room_like, stripes, zero_matrix
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows, TensorRows, gram_block, slices, whole_matrix
 from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
@@ -64,7 +64,7 @@ class CodedBasis:
     @property
     def directions(self) -> Tensor:
         """(r, d) float64."""
-        return self.levels.to(torch.float64).mul_(self.scale.to(torch.float64).unsqueeze(1))
+        return room_like(self.levels, torch.float64).copy_(self.levels).mul_(self.scale.to(torch.float64).unsqueeze(1))
 
     def kept(self, index: Tensor) -> CodedBasis:
         """The rows at ``index`` alone."""
@@ -240,7 +240,7 @@ class Source:
         measured = _times(basis.directions, self.metric.factor)
         read = _read(measured, self.reader)
         inside = self.reader is self.axes and len(self.axes) < self.axes.shape[1]
-        encoder = _least_squares_(measured, read.clone() if inside else read).T
+        encoder = _least_squares_(measured, room_like(read).copy_(read) if inside else read).T
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
         counts = (steps.to(torch.float64) * self.weights.sqrt() / step).square()
         outside = 0.0
@@ -288,7 +288,7 @@ class Frame:
         """
         r, members = len(self.basis.levels), self.source.members
         tally = Tally(len(members), r)
-        levels = tuple(torch.empty(len(part) if keep else 0, r, dtype=torch.int16) for part in members)
+        levels = tuple(zero_matrix(len(part) if keep else 0, r, torch.int16) for part in members)
         thresholds = [] if quantizer is None else quantizer.thresholds()
         for c, start, u in self.blocks() if blocks is None else blocks:
             q = first_symbols(u) if quantizer is None else symbols(u, quantizer.contexts[c], thresholds)
@@ -365,8 +365,11 @@ def _read(directions: Tensor, reader: Tensor) -> Tensor:
 def _times(directions: Tensor, factor: Tensor) -> Tensor:
     """``directions`` times a matrix or a diagonal. They may be most of the memory: no copy is made by ones."""
     if factor.ndim == 2:
-        return directions @ factor
-    return directions if bool((factor == 1).all()) else directions * factor
+        made = zero_matrix(len(directions), factor.shape[1], directions.dtype, directions.device)
+        return torch.mm(directions, factor, out=made)
+    if bool((factor == 1).all()):
+        return directions
+    return torch.mul(directions, factor, out=room_like(directions))
 
 
 def _least_squares_(basis: Tensor, read: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kflats.numerics.coding.quantizers import TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, Tables
-from kflats.numerics.large_matrices import stripes
+from kflats.numerics.large_matrices import room_like, rows_at, stripes
 
 _ALL = slice(None)
 PATH_BLOCK = 384
@@ -60,7 +60,7 @@ def subsets_of(free: Tensor) -> Tensor:
     >>> subsets_of(torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.uint8)).tolist()
     [[0, 2, 0], [3, 0, 0]]
     """
-    subsets = torch.empty_like(free)
+    subsets = room_like(free)
     for block in _blocks(*free.shape):
         u = free[block]
         one, two, three = (_before(u, by) for by in (1, 2, 3))
@@ -70,7 +70,7 @@ def subsets_of(free: Tensor) -> Tensor:
 
 def free_bits(levels: Tensor) -> Tensor | None:
     """The free bits (n, d) uint8 of integers (n, d) that follow paths; None if they do not."""
-    free = torch.zeros(levels.shape, dtype=torch.uint8)
+    free = room_like(levels, torch.uint8)
     for block in _blocks(*levels.shape):
         remainders = (levels[block] & 3).to(torch.uint8).numpy()
         found = free[block].numpy()
@@ -143,11 +143,12 @@ class PathRounding:
         reach = quantizer.tables.reach.to(torch.int64).clamp_max(_LISTED).unsqueeze(1)
         # What lies beyond a table's reach costs as much as its end: this table is not yet the one that codes it.
         listed = bits.gather(1, torch.minimum(torch.arange(_LISTED + 1), reach))
-        return cls(quantizer.contexts.to(torch.int16)[labels], quantizer.shrink, PATH_TRADE * listed)
+        contexts = rows_at(labels, quantizer.contexts.to(torch.int16))
+        return cls(contexts, quantizer.shrink, PATH_TRADE * listed)
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        values = torch.empty(targets.shape, dtype=torch.float32)
+        values = room_like(targets, torch.float32)
         for block in _blocks(*targets.shape):
             given, contexts, made = targets[block].float(), self.contexts[block].to(torch.int64), values[block]
             n, d = given.shape
@@ -160,7 +161,7 @@ class PathRounding:
 
     def symbols(self, values: Tensor) -> Tensor:
         """(n, d) int16, of which these are the values."""
-        shrinks, symbols = self.shrink.to(values.dtype), torch.empty(values.shape, dtype=torch.int16)
+        shrinks, symbols = self.shrink.to(values.dtype), room_like(values, torch.int16)
         for here in stripes(values):
             symbols[here] = symbols_of(values[here], shrinks[self.contexts[here].long()])
         return symbols
