@@ -275,8 +275,12 @@ except Exception as error:
     assert "kflats[codes]" in done.stdout
 
 
-def test_axes_in_pieces_take_the_bytes_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = transform()
     whole = streams.encode(matrix)
+    tensors = streams.decode(whole, matrix.geometry)
     monkeypatch.setattr(streams, "_PIECE", 11)
     assert torch.equal(streams.encode(matrix), whole)
+    pieces = streams.decode(whole, matrix.geometry)
+    assert pieces.keys() == tensors.keys()
+    assert all(torch.equal(pieces[name], tensor) for name, tensor in tensors.items())
