@@ -60,7 +60,7 @@ EACH = {
     "l1 fit": ("--method", "entrywise"),
 }
 """Each method and codec, and what asks for it."""
-LARGE = ("SVD, coded", "the way chosen for each weight", "feedback")
+LARGE = ("SVD, coded", "lp low rank", "the way chosen for each weight", "feedback")
 """Those that hold a weight several times where memory allows it."""
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("loewner", reason="experiments/ is not here")
 from loewner import Loewner, _cut, _gradient, _norms
 
 from kflats.common.errors import KflatsError
+from kflats.numerics import gram
 from kflats.numerics import robust_svd as module
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
@@ -376,3 +377,34 @@ def test_a_wide_matrix_in_pieces_is_the_whole(p, monkeypatch):
     torch.testing.assert_close(parts.coordinates @ parts.basis, whole.coordinates @ whole.basis)
     assert parts.error == pytest.approx(whole.error)
     assert parts.error_at_least == pytest.approx(whole.error_at_least)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("kind", ["full", "low rank", "short rows", "a row of zeros"])
+def test_a_wide_matrix_that_is_held_once_has_the_same_ellipsoid(kind, p, monkeypatch):
+    """Its row space is that of its Gram, repaired, in place of a QR of it."""
+    a = torch.randn(9, 70, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    if kind == "low rank":
+        a = a[:, :4] @ a[:4]
+    elif kind == "short rows":
+        a = a * torch.logspace(0, -9, 9, dtype=torch.float64).unsqueeze(1)
+    elif kind == "a row of zeros":
+        a[3] = 0
+    rank = 4 if kind == "low rank" else 8
+    whole = robust_svd(a, 3, p)
+    monkeypatch.setattr(gram, "LARGE", 0)
+    once = robust_svd(a, 3, p)
+    assert once.ellipsoid.rank == whole.ellipsoid.rank >= rank
+    torch.testing.assert_close(once.axes, whole.axes, rtol=1e-6, atol=0)
+    directions = once.ellipsoid.directions
+    torch.testing.assert_close(
+        directions @ directions.T, torch.eye(len(directions), dtype=torch.float64), atol=1e-9, rtol=0
+    )
+    torch.testing.assert_close(once.coordinates @ once.basis, whole.coordinates @ whole.basis, rtol=1e-6, atol=1e-9)
+    assert once.error == pytest.approx(whole.error, rel=1e-6)
+    assert once.error_at_least == pytest.approx(whole.error_at_least, rel=1e-6)
+
+
+def test_a_large_wide_matrix_of_zeros_has_no_axes(monkeypatch):
+    monkeypatch.setattr(gram, "LARGE", 0)
+    assert robust_svd(torch.zeros(3, 20), 2).ellipsoid.rank == 0

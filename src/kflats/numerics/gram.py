@@ -10,7 +10,7 @@ Where rows differ in length by many powers of ten, G may show a lower rank than 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -229,6 +229,8 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
     n, d = rows.shape
     if n >= d:
         return rows, None
+    if n * d > LARGE and bool((wide := WideRows.of(rows)).turn.any()):
+        return wide.narrowed()
     q, t = torch.linalg.qr(all_rows(rows).T)
     lengths = torch.linalg.vector_norm(t, dim=0)
     # The rounding of a QR, in directions that the rows do not have, would look like short columns.
@@ -250,8 +252,13 @@ class WideRows:
     """
 
     source: Rows
-    inside: Rows
+    core: Tensor
     turn: Tensor
+
+    @property
+    def inside(self) -> Rows:
+        """C, in the type of the rows."""
+        return TensorRows(self.core.to(self.source.dtype))
 
     @classmethod
     def of(cls, rows: Rows) -> WideRows:
@@ -270,13 +277,31 @@ class WideRows:
         counts = values > RANK_FLOOR * values[0]
         root = torch.where(counts, values, 0.0).sqrt()
         turn = torch.where(counts, 1 / root, 0.0).unsqueeze(1) * vectors.T * inverse
-        return cls(rows, TensorRows((vectors * root * lengths.unsqueeze(1)).to(rows.dtype)), turn)
+        return cls(rows, vectors * root * lengths.unsqueeze(1), turn)
+
+    def narrowed(self) -> tuple[Rows, Tensor]:
+        """As ``narrow``, of rows that are not all zero: C and K in float64, and nothing else of the size of K."""
+        counts = self.turn.any(dim=1)
+        # As of a QR of A' the rows of C end at their number, so that short ones keep their digits.
+        q, t = torch.linalg.qr(self.core[:, counts].T)
+        turn = q.T @ self.turn[counts]
+        lift = zero_matrix(len(turn), self.source.shape[1], device=turn.device)
+        for here, block in self._pieces():
+            lift.addmm_(turn[:, here], block.to(torch.float64))
+        # Orthonormal but for the rounding of squares, which the factor of its Gram repairs.
+        lower = torch.linalg.cholesky(lift @ lift.T)
+        for part in torch.arange(lift.shape[1], device=lift.device).split(_PANEL):
+            lift[:, part] = torch.linalg.solve_triangular(lower, lift[:, part], upper=False)
+        return TensorRows(t.T @ lower), lift
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        return slices(self.source, max(1, _PANEL_NUMBERS // self.source.shape[1]))
 
     def lifted(self, basis: Tensor) -> Tensor:
         """(j, d), orthonormal: the flat of A for an orthonormal ``basis`` (j, n) of a flat of C, in its order."""
         weights = basis.to(torch.float64) @ self.turn
         flat = torch.zeros(len(basis), self.source.shape[1], dtype=torch.float64, device=basis.device)
-        for here, block in slices(self.source, max(1, _PANEL_NUMBERS // self.source.shape[1])):
+        for here, block in self._pieces():
             flat += weights[:, here] @ block.to(torch.float64)
         # Directions without rows are completed, and the rounding of nearly empty ones is repaired.
         q, r = torch.linalg.qr(flat.T)

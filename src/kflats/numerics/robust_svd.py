@@ -39,7 +39,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import sum_of_powers
 from kflats.numerics.gram import lower_gram, narrow, row_lengths, row_space, too_different
-from kflats.numerics.large_matrices import stripes
+from kflats.numerics.large_matrices import stripes, zero_matrix
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
@@ -100,7 +100,7 @@ class Ellipsoid:
         """The ellipsoid of a matrix whose row space ``gram.narrow`` turned by ``lift`` (r', d)."""
         if lift is None:
             return self
-        turned = self.directions.new_empty(self.rank, lift.shape[1])
+        turned = zero_matrix(self.rank, lift.shape[1], device=lift.device)
         for first in range(0, lift.shape[1], _PANEL):
             part = slice(first, first + _PANEL)
             turned[:, part] = self.directions @ lift[:, part].to(self.directions)
@@ -352,8 +352,8 @@ def robust_svd(
             hint="a p nearer to 2, or scale the matrix",
         )
     coordinates = torch.zeros(n, rank, dtype=rows.dtype, device=rows.device)
-    basis = torch.zeros(rank, d, dtype=rows.dtype, device=rows.device)
-    readers = torch.empty(kept, d, dtype=rows.dtype, device=rows.device)
+    basis = zero_matrix(rank, d, rows.dtype, rows.device)
+    readers = zero_matrix(kept, d, rows.dtype, rows.device)
     for part in stripes(leading):
         basis[part] = roots[part].unsqueeze(1) * leading[part]
         readers[part] = leading[part] / roots[part].unsqueeze(1)
@@ -362,8 +362,9 @@ def robust_svd(
     wide = WidenedRows(rows)
     error = sum_of_powers(wide, coordinates, basis, p, weights)
     total = sum_of_powers(wide, coordinates[:, :0], basis[:0], p, weights)
-    left_out = replace(shape, axes=shape.axes[kept:], directions=shape.directions[kept:]).factor
-    least = largest * float(torch.linalg.vector_norm(left_out, dim=0).pow(p).sum())
+    left_out = shape.axes[kept:].unsqueeze(1)
+    norms = [torch.linalg.vector_norm(left_out * part, dim=0) for part in shape.directions[kept:].split(_PANEL, 1)]
+    least = largest * float(torch.cat(norms).pow(p).sum())
     axes = shape.axes * torch.tensor(largest, dtype=torch.float64).pow(1 / p)
     vanished = total == 0 and shape.rank > 0
     if vanished or not math.isfinite(error) or not bool(((axes > 0) & (axes < math.inf)).all()):
