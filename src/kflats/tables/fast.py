@@ -28,7 +28,6 @@ _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
 _WIDTHS = torch.linspace(0.5, 6.0, 23, dtype=torch.float32)
 """Largest values, in root mean squares, among which that of a step is chosen."""
 _SAMPLE = 8192  # rows on which bits and steps are chosen
-_SCALE_SAMPLE = 2048  # rows on which codes with scales of rows and without are compared
 _COLUMNS = 16
 _OCTAVE = 8  # scales an octave
 _DECODED = 4096  # rows that are decoded at once
@@ -67,8 +66,9 @@ class FastCode:
             error, bits, steps = _shared(rows, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
             return error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)
 
-        few = _few(sample, _SCALE_SAMPLE)
-        _, bits, steps, top = found(sample, row_bytes > 1 and found(few, True)[0] <= found(few, False)[0])
+        # On all of the sample: rare long rows, which only scales hold, may be missing in a part of it.
+        ways = [found(sample, scaled) for scaled in (True, False) if row_bytes > scaled]
+        _, bits, steps, top = min(ways, key=lambda way: way[0])
         return cls(bits, steps, weights, top.view(1).to(torch.float32), axes, mean)
 
     def __post_init__(self) -> None:
