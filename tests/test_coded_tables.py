@@ -281,6 +281,16 @@ def test_rows_that_are_cut_off_are_spoken_of(n: int, size: str, tmp_path: Path) 
         compress_table(saved(rows, tmp_path / "x.npy"), tmp_path / "one", size=size, layout="fast", quiet=True)
 
 
+def test_a_few_long_rows_are_kept_by_scales(tmp_path: Path) -> None:
+    """Three of 8192 decide that rows have scales."""
+    rows = torch.randn(8192, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 33) ** -0.8
+    rows[[1, 4099, 8190]] *= 30
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_table(saved(rows, tmp_path / "x.npy"), tmp_path / "out", size="4 bits", layout="fast", quiet=True)
+    assert open_table(tmp_path / "out").index.relative_error < 0.02
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
     rows = drawn(3000, 4)

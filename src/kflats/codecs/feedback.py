@@ -277,7 +277,8 @@ class _Source:
         )
         column_steps = by_column.median() - by_column
         middle = 2.0 ** -float(by_column.median())
-        norms = (matrix * columns.scale.to(torch.float32)).norm(dim=1).to(torch.float64)
+        sizes = columns.scale.to(torch.float32)
+        norms = torch.cat([(matrix[here] * sizes).norm(dim=1) for here in stripes(matrix)]).to(torch.float64)
         labels = split_classes((2 * by_row).exp2(), norms, _CLASSES, float(d))
         sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add_(0, labels, by_row)
         row_steps = middle * (-sums / torch.bincount(labels)).exp2()
@@ -351,8 +352,9 @@ class _Source:
         count, d = len(self.row_steps), self.matrix.shape[1]
         contexts = torch.zeros(count, d, dtype=torch.uint8)
         contexts[self.labels] = how.contexts.to(torch.uint8)
+        by_class = rows_at(torch.argsort(self.labels, stable=True), made.levels)
         matrix = from_integers(
-            [rows_at((self.labels == label).nonzero().squeeze(1), made.levels) for label in range(count)],
+            by_class.split(torch.bincount(self.labels).tolist()),
             self.labels,
             held.values,
             contexts=contexts,

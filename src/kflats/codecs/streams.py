@@ -191,11 +191,14 @@ class Reader:
         return Tables(torch.tensor(reaches, dtype=torch.int16), costs)
 
     def array(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        """Integers of this shape, some at a time: the axes of a wide matrix are as large as the matrix."""
-        (model,), (size, checksum) = models_of(self.tables()), self.get("<II")
+        """Integers of this shape, some at a time: the axes of a wide matrix are as large as the matrix. Numbers that
+        ``dtype`` does not hold wrap."""
+        models, (size, checksum) = models_of(self.tables()), self.get("<II")
+        if len(models) != 1:
+            raise damaged(f"{len(models)} distributions of one array")
         made = torch.empty(*shape, dtype=dtype)
         pieces = made.view(-1).split(_PIECE)
-        parts = _decoded(self.take(size), [len(piece) for piece in pieces], [model] * len(pieces))
+        parts = _decoded(self.take(size), [len(piece) for piece in pieces], models * len(pieces))
 
         def stored() -> Iterator[memoryview]:
             for piece, part in zip(pieces, parts, strict=True):

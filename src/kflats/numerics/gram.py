@@ -10,7 +10,7 @@ Where rows differ in length by many powers of ten, G may show a lower rank than 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -229,8 +229,10 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
     n, d = rows.shape
     if n >= d:
         return rows, None
-    if n * d > LARGE and bool((wide := WideRows.of(rows)).turn.any()):
-        return wide.narrowed()
+    if n * d > LARGE:
+        core, weights = _own_space(rows)
+        if bool(weights.any()):
+            return _narrowed(rows, core, weights)
     q, t = torch.linalg.qr(all_rows(rows).T)
     lengths = torch.linalg.vector_norm(t, dim=0)
     # The rounding of a QR, in directions that the rows do not have, would look like short columns.
@@ -239,6 +241,49 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
     if bool(kept.all()) or not bool(lengths.any()):
         return TensorRows(t.T.contiguous()), q.T
     return TensorRows(t.T @ turn[kept].T), turn[kept] @ q.T
+
+
+def _narrowed(rows: Rows, core: Tensor, turn: Tensor) -> tuple[Rows, Tensor]:
+    """As ``narrow``, from ``_own_space``: C and K in float64, and nothing else of the size of K."""
+    counts = turn.any(dim=1)
+    # As of a QR of A' the rows of C end at their number, so that short ones keep their digits.
+    q, t = torch.linalg.qr(core[:, counts].T)
+    lift = _times_rows(q.T @ turn[counts], rows)
+    # Orthonormal but for the rounding of squares, which the factor of its Gram repairs.
+    lower = torch.linalg.cholesky(lift @ lift.T)
+    for part in torch.arange(lift.shape[1], device=lift.device).split(_PANEL):
+        lift[:, part] = torch.linalg.solve_triangular(lower, lift[:, part], upper=False)
+    return TensorRows(t.T @ lower), lift
+
+
+def _own_space(rows: Rows) -> tuple[Tensor, Tensor]:
+    """C (n, n) and what K is of A, (n, n), both float64, as ``WideRows`` says.
+
+    n^2 d operations; the rows are held once, and three n x n matrices in float64.
+    """
+    n, d = rows.shape
+    lengths = row_lengths(rows)
+    inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
+    whole = whole_matrix(rows)
+    total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
+    for part in torch.arange(d, device=rows.device).split(_PANEL):
+        wide = whole[:, part].to(torch.float64) * inverse.unsqueeze(1)
+        total += wide @ wide.T
+    del whole
+    values, vectors = torch.linalg.eigh(total)
+    values, vectors = values.flip(0).clamp_min(0.0), vectors.flip(1)
+    counts = values > RANK_FLOOR * values[0]
+    root = torch.where(counts, values, 0.0).sqrt()
+    turn = torch.where(counts, 1 / root, 0.0).unsqueeze(1) * vectors.T * inverse
+    return vectors * root * lengths.unsqueeze(1), turn
+
+
+def _times_rows(weights: Tensor, rows: Rows) -> Tensor:
+    """(m, d) float64: ``weights`` (m, n) times a wide matrix."""
+    made = zero_matrix(len(weights), rows.shape[1], device=weights.device)
+    for here, block in slices(rows, max(1, _PANEL_NUMBERS // rows.shape[1])):
+        made.addmm_(weights[:, here], block.to(torch.float64))
+    return made
 
 
 @dataclass(frozen=True)
@@ -252,57 +297,18 @@ class WideRows:
     """
 
     source: Rows
-    core: Tensor
+    inside: Rows
     turn: Tensor
-
-    @property
-    def inside(self) -> Rows:
-        """C, in the type of the rows."""
-        return TensorRows(self.core.to(self.source.dtype))
 
     @classmethod
     def of(cls, rows: Rows) -> WideRows:
-        """n^2 d operations; the rows are held once, and three n x n matrices in float64."""
-        n, d = rows.shape
-        lengths = row_lengths(rows)
-        inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-        whole = whole_matrix(rows)
-        total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
-        for part in torch.arange(d, device=rows.device).split(_PANEL):
-            wide = whole[:, part].to(torch.float64) * inverse.unsqueeze(1)
-            total += wide @ wide.T
-        del whole
-        values, vectors = torch.linalg.eigh(total)
-        values, vectors = values.flip(0).clamp_min(0.0), vectors.flip(1)
-        counts = values > RANK_FLOOR * values[0]
-        root = torch.where(counts, values, 0.0).sqrt()
-        turn = torch.where(counts, 1 / root, 0.0).unsqueeze(1) * vectors.T * inverse
-        return cls(rows, vectors * root * lengths.unsqueeze(1), turn)
-
-    def narrowed(self) -> tuple[Rows, Tensor]:
-        """As ``narrow``, of rows that are not all zero: C and K in float64, and nothing else of the size of K."""
-        counts = self.turn.any(dim=1)
-        # As of a QR of A' the rows of C end at their number, so that short ones keep their digits.
-        q, t = torch.linalg.qr(self.core[:, counts].T)
-        turn = q.T @ self.turn[counts]
-        lift = zero_matrix(len(turn), self.source.shape[1], device=turn.device)
-        for here, block in self._pieces():
-            lift.addmm_(turn[:, here], block.to(torch.float64))
-        # Orthonormal but for the rounding of squares, which the factor of its Gram repairs.
-        lower = torch.linalg.cholesky(lift @ lift.T)
-        for part in torch.arange(lift.shape[1], device=lift.device).split(_PANEL):
-            lift[:, part] = torch.linalg.solve_triangular(lower, lift[:, part], upper=False)
-        return TensorRows(t.T @ lower), lift
-
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        return slices(self.source, max(1, _PANEL_NUMBERS // self.source.shape[1]))
+        """What it takes is that of ``_own_space``: the rows, and three n x n matrices in float64."""
+        core, turn = _own_space(rows)
+        return cls(rows, TensorRows(core.to(rows.dtype)), turn)
 
     def lifted(self, basis: Tensor) -> Tensor:
         """(j, d), orthonormal: the flat of A for an orthonormal ``basis`` (j, n) of a flat of C, in its order."""
-        weights = basis.to(torch.float64) @ self.turn
-        flat = torch.zeros(len(basis), self.source.shape[1], dtype=torch.float64, device=basis.device)
-        for here, block in self._pieces():
-            flat += weights[:, here] @ block.to(torch.float64)
+        flat = _times_rows(basis.to(torch.float64) @ self.turn, self.source)
         # Directions without rows are completed, and the rounding of nearly empty ones is repaired.
         q, r = torch.linalg.qr(flat.T)
         signs = torch.where(r.diagonal() < 0, -1.0, 1.0)

@@ -57,7 +57,7 @@ def zero_matrix(
     [[0.0, 0.0]]
     """
     nbytes, folder, device = rows * columns * dtype.itemsize, _folder.get(), device or _CPU
-    if device.type != "cpu" or folder is None or nbytes <= max(_SMALL, unused_bytes() // 4):
+    if device.type != "cpu" or folder is None or nbytes <= _SMALL or nbytes <= unused_bytes() // 4:
         return torch.zeros(rows, columns, dtype=dtype, device=device)
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -147,15 +147,16 @@ def symmetric(matrix: Tensor) -> Tensor:
     return made
 
 
-def permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """``matrix`` (n, n) with rows and columns in this order (n,), in float64 and memory of its own.
+def permuted(matrix: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """``matrix`` (n, d) with ``rows`` (n,) and ``columns`` (d,) in these orders, in memory of its own.
 
-    >>> permuted(torch.tensor([[1.0, 2.0], [2.0, 3.0]]), torch.tensor([1, 0])).tolist()
-    [[3.0, 2.0], [2.0, 1.0]]
+    >>> permuted(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([1, 0]), torch.tensor([2, 0, 1]), torch.int16)
+    tensor([[6, 4, 5],
+            [3, 1, 2]], dtype=torch.int16)
     """
-    made = zero_matrix(len(matrix), len(matrix), device=matrix.device)
+    made = room_like(matrix, dtype)
     for part in stripes(matrix):
-        made[part] = matrix[order[part]][:, order]
+        made[part] = matrix[rows[part]][:, columns]
     return made
 
 

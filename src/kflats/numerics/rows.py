@@ -195,7 +195,7 @@ def whole_matrix(rows: Rows, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def all_rows(rows: Rows) -> Tensor:
-    """The same in float64."""
+    """``whole_matrix`` in float64."""
     return whole_matrix(rows, torch.float64)
 
 

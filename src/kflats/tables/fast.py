@@ -53,21 +53,19 @@ class FastCode:
     @classmethod
     def of(cls, sample: Tensor, axes: Axes, mean: Tensor, row_bytes: int) -> FastCode:
         """The code of ``row_bytes`` a row that loses least on ``sample`` (m, r), rows in principal axes."""
-        sample = _few(sample, _SAMPLE)
+        sample = _few(sample)
         energies = sample.square().mean(0)
         if float(energies.max()) <= 0:
             raise KflatsError("the table has no numbers but one row many times", hint="keep that row")
         # A row that is s times a row of these energies has this scale; coordinates without energy say nothing.
         weights = torch.where(energies > 1e-6 * energies.max(), 1 / energies.clamp_min(1e-38), 0.0)
         weights = weights / (weights > 0).sum()
-
-        def found(rows: Tensor, scaled: bool) -> tuple[float, Tensor, Tensor, Tensor]:
-            scales = (rows.square() @ weights).sqrt() if scaled else torch.ones(len(rows), dtype=torch.float32)
-            error, bits, steps = _shared(rows, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
-            return error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)
-
-        # On all of the sample: rare long rows, which only scales hold, may be missing in a part of it.
-        ways = [found(sample, scaled) for scaled in (True, False) if row_bytes > scaled]
+        ways = []
+        for scaled in (True, False):
+            if 8 * row_bytes > 8 * scaled:
+                scales = (sample.square() @ weights).sqrt() if scaled else torch.ones(len(sample), dtype=torch.float32)
+                error, bits, steps = _shared(sample, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
+                ways.append((error, bits, steps, 2 * scales.max() if scaled else torch.zeros((), dtype=torch.float32)))
         _, bits, steps, top = min(ways, key=lambda way: way[0])
         return cls(bits, steps, weights, top.view(1).to(torch.float32), axes, mean)
 
@@ -170,7 +168,7 @@ class FastCode:
         """The squared error of a row but for coordinates far beyond the largest value of their column, as in the rows
         of the ``sample`` by which the code was chosen."""
         total = 0.0
-        chosen = _few(sample, _SAMPLE)
+        chosen = _few(sample)
         _, scales = self._labels(chosen)
         for here in range(0, len(chosen), _AT_ONCE):
             part = slice(here, here + _AT_ONCE)
@@ -247,9 +245,9 @@ class FastWriter:
         return self.file.finish({})
 
 
-def _few(sample: Tensor, rows: int) -> Tensor:
-    """About so many rows of a sample, or all where it has fewer."""
-    return sample[:: max(1, len(sample) // rows)]
+def _few(sample: Tensor) -> Tensor:
+    """The rows by which a code is chosen."""
+    return sample[:: max(1, len(sample) // _SAMPLE)]
 
 
 def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, Tensor]:

@@ -113,7 +113,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
     added = diagonal[most_first] + damping * mean
     for power in range(_JITTERS):
         # One matrix in memory: the Gram in the order of the factor, which becomes the factor, and then the couplings.
-        factor = permuted(gram.T, most_first)
+        factor = permuted(gram.T, most_first, most_first, torch.float64)
         added += (0.0 if power == 0 else _JITTER * 10 ** (power - 1)) * mean
         factor.diagonal().copy_(added)
         pivots = factor.diagonal().clone() if factorize_(factor) else torch.zeros(size)
@@ -305,7 +305,7 @@ def _begun(one: ToRound) -> Rounded | _Blocks:
     size = min(PATH_BLOCK if isinstance(how, PathRounding) else _BLOCK, max(matrix.shape))
     order, contexts, wanted = (rows.order, columns.order), how.contexts, _matrix_in_steps(one)
     if not natural:
-        contexts, wanted = (of[order[0].unsqueeze(1), order[1]] for of in (contexts, wanted))
+        contexts, wanted = (permuted(of, *order, of.dtype) for of in (contexts, wanted))
     blocks, contexts = _tiles(wanted, size), _tiles(contexts, size)
     del wanted
     across, down = (

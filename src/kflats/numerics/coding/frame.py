@@ -21,7 +21,7 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST, Tables, tables_for
 from kflats.numerics.gram import principal_axes
-from kflats.numerics.large_matrices import room_like, stripes, zero_matrix
+from kflats.numerics.large_matrices import room_like, rows_at, stripes, zero_matrix
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows, TensorRows, gram_block, slices, whole_matrix
 from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
@@ -68,7 +68,7 @@ class CodedBasis:
 
     def kept(self, index: Tensor) -> CodedBasis:
         """The rows at ``index`` alone."""
-        return _coded(self.levels[index], self.scale[index])
+        return _coded(rows_at(index, self.levels), self.scale[index])
 
 
 def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
@@ -76,7 +76,7 @@ def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
 
     Steps are never finer than int8 holds, nor so coarse that a direction is lost.
     """
-    levels, scale = torch.empty(directions.shape, dtype=torch.int8), torch.empty(len(directions), dtype=torch.float32)
+    levels, scale = room_like(directions, torch.int8), torch.empty(len(directions), dtype=torch.float32)
     for here in stripes(directions):
         part = directions[here]
         size, largest = part.square().mean(1).sqrt(), part.abs().amax(1)
@@ -270,7 +270,7 @@ class Frame:
         """All coordinates, class by class."""
         size = min(_BLOCK, gram_block(self.source.rows))
         for c, members in enumerate(self.source.members):
-            encoder = torch.empty(self.encoder.shape[::-1], dtype=torch.float32)
+            encoder = room_like(self.encoder.T, torch.float32)
             for here in stripes(encoder):
                 encoder[here] = self.encoder.T[here] / float(self.steps[c])
             center = self.centers[c].to(torch.float32).unsqueeze(1)
@@ -288,7 +288,8 @@ class Frame:
         """
         r, members = len(self.basis.levels), self.source.members
         tally = Tally(len(members), r)
-        levels = tuple(zero_matrix(len(part) if keep else 0, r, torch.int16) for part in members)
+        counts = [len(part) if keep else 0 for part in members]
+        levels = zero_matrix(sum(counts), r, torch.int16).split(counts)
         thresholds = [] if quantizer is None else quantizer.thresholds()
         for c, start, u in self.blocks() if blocks is None else blocks:
             q = first_symbols(u) if quantizer is None else symbols(u, quantizer.contexts[c], thresholds)
@@ -348,7 +349,10 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
             energies += w[here] @ z.square()
     none = torch.zeros(0, dtype=torch.float32)
     directions, reader = _times(axes, metric.inverse), metric.factor
-    turned: Rows = MetricRows(rows, _read(axes, reader).T)
+    read = _read(axes, reader)
+    if read.dtype != rows.dtype:
+        read = room_like(read, rows.dtype).copy_(read)
+    turned: Rows = MetricRows(rows, read.T)
     if n <= _SAMPLE:
         turned = TensorRows(whole_matrix(turned))
     bare = Source(
