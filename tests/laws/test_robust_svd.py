@@ -401,7 +401,9 @@ def test_a_wide_matrix_that_is_held_once_has_the_same_ellipsoid(kind, p, monkeyp
         directions @ directions.T, torch.eye(len(directions), dtype=torch.float64), atol=1e-9, rtol=0
     )
     torch.testing.assert_close(once.coordinates @ once.basis, whole.coordinates @ whole.basis, rtol=1e-6, atol=1e-9)
-    assert once.error == pytest.approx(whole.error, rel=1e-6)
+    # Rows that are kept exactly leave their rounding, and small powers of it are not small.
+    rounding = a.numel() * (1e-15 * float(a.abs().max())) ** p
+    assert once.error == pytest.approx(whole.error, rel=1e-6, abs=rounding)
     assert once.error_at_least == pytest.approx(whole.error_at_least, rel=1e-6)
 
 
