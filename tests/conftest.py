@@ -32,16 +32,40 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, help="run only this many of the selected tests, drawn by --sample-seed")
     parser.addoption("--sample-seed", default="0", help="what --sample draws by (any text)")
+    parser.addoption("--all-cases", action="store_true", help="cases of tests/long_cases.txt are not slow")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps a sample of the tests that -k and -m have left; every worker draws the same one."""
+CASES = pytest.StashKey[frozenset[str]]()
+"""Every case that was found, before any is left out."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Marks long cases as slow; keeps a sample of the tests that -k and -m leave, where every worker draws the same."""
+    config.stash[CASES] = frozenset(item.nodeid for item in items)
+    long = frozenset() if config.getoption("--all-cases") else long_cases()
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
+    yield
     count = config.getoption("--sample")
     if count is not None and count < len(items):
         drawn = set(random.Random(config.getoption("--sample-seed")).sample(range(len(items)), count))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i not in drawn])
         items[:] = [item for i, item in enumerate(items) if i in drawn]
+
+
+def long_cases() -> frozenset[str]:
+    """The cases that `make test` leaves to the sweep: ``tests/long_cases.py`` says why."""
+    return frozenset((ROOT / "tests" / "long_cases.txt").read_text().splitlines())
+
+
+@pytest.fixture
+def gone(request: pytest.FixtureRequest) -> frozenset[str]:
+    """The long cases that no test has; none where some tests alone were asked for."""
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("some tests alone were asked for")
+    return long_cases() - request.config.stash[CASES]
 
 
 @pytest.hookimpl(wrapper=True)

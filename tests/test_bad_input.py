@@ -113,6 +113,7 @@ def test_a_tokenizer_of_another_model(tiny_model, tiny_tokenizer):
         assert model.get_input_embeddings() is before
 
 
+@pytest.mark.slow
 def test_a_model_of_texts_without_a_tokenizer_says_that_nothing_is_measured(tiny_model, capsys):
     compress_(tiny_model("bert"), {"all": Auto()}, size="60%")
     assert "nothing is measured: there is no tokenizer" in capsys.readouterr().err

@@ -348,6 +348,7 @@ def test_a_turned_table_is_refused_before_it_is_read(
             compress_table(source, tmp_path / "out", size="8 bits", layout=layout, quiet=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compact", pytest.param("flats", marks=pytest.mark.slow)])
 def test_settings_of_torch_change_nothing(kind: str, tmp_path: Path) -> None:
     """Under autocast a table was written that nothing could open, and tables of flats could not be read."""
@@ -521,6 +522,7 @@ def test_flats_in_few_bytes_do_not_lose_the_table(tmp_path: Path) -> None:
     assert errors[1] <= errors[0] < 0.02
 
 
+@pytest.mark.slow
 def test_heavy_rows_may_be_few(tmp_path: Path) -> None:
     """They are unusual in one sample, and usual in a part of it."""
     g = torch.Generator().manual_seed(0)
@@ -961,6 +963,7 @@ def test_open_rows_names_its_file(tmp_path: Path) -> None:
     assert open_rows(saved(drawn(5, 3), tmp_path / "one.npy")).place(4).endswith("one.npy")
 
 
+@pytest.mark.slow
 def test_a_row_that_sets_the_steps_of_all_is_named(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
     rows[777] *= 1e8

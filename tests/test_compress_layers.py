@@ -220,6 +220,7 @@ def recorded_progress(seen: list[tuple[str, int]]) -> Iterator[Any]:
     yield lambda text, place, total: seen.append((text, place))
 
 
+@pytest.mark.slow
 def test_grouping_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, reports and shifts are those of one weight at a time; progress counts weights; seconds add up."""
     model = Mixed().eval()
@@ -448,6 +449,7 @@ def test_the_digest_sees_every_value() -> None:
     assert len(digests) == 9
 
 
+@pytest.mark.slow
 def test_texts_are_counted_weights_weighed_and_the_budget_parsed_once(tiny_folder, tmp_path, monkeypatch):
     counted, weighed, parsed = [], Counter(), []
     count, pattern = calibration_module.count_tokens, budget_module._SYNTAX

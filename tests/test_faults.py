@@ -221,6 +221,7 @@ def model_with_batches(source: str, out: str, workers: Workers) -> None:
     workers.meet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("job", [pytest.param(model_without_texts, marks=pytest.mark.slow), model_with_batches])
 def test_experts_have_the_same_bytes_with_any_number_of_workers(

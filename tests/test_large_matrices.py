@@ -256,6 +256,7 @@ def test_a_full_disk_is_no_size_that_is_too_small(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "least"),
     [

@@ -174,6 +174,7 @@ def test_label_free_gradients_have_the_fisher_information(objective: Any) -> Non
     torch.testing.assert_close(g.T @ g / len(g), information(logits), atol=0.01, rtol=0.03)
 
 
+@pytest.mark.slow
 def test_sampled_labels_of_numbers_and_tokens() -> None:
     # (f - y)^2 with y ~ N(f, 1/2) is a negative log likelihood, of information 1 / variance.
     g = gradients(SampledLabels(), torch.tensor([3.0]), 40_000)
@@ -226,6 +227,7 @@ def test_sampled_labels_of_several_labels_at_once() -> None:
     torch.testing.assert_close(captured[0].square().mean(0), p * (1 - p) / 4, rtol=0.1, atol=0.005)
 
 
+@pytest.mark.slow
 def test_projections_of_pooled_vectors() -> None:
     """<u, y> of the unit vector that sentence-transformers would give, and E grad grad' = J'J."""
     model = bert("BertModel")

@@ -82,6 +82,7 @@ def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
     assert 300 * 16 not in initialisers(made.path).values()  # no dense table
 
 
+@pytest.mark.slow
 def test_attention_is_recorded_as_two_products_and_a_softmax(tiny_folder: Path, tmp_path: Path) -> None:
     """torch's operator is recorded with a test of all scores for NaN. The caller's model keeps its own attention."""
     model = transformers.AutoModel.from_pretrained(tiny_folder)
@@ -209,6 +210,7 @@ def test_decoders(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
     torch.testing.assert_close(run(made.path, ids, torch.ones_like(ids)), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_half_precision_is_recorded_in_float32(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 8)).half()
     swap_(model, find_weight(model, "0"), coded(300, 16).half())

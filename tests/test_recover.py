@@ -167,6 +167,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(training_data, "score_features", judge)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(
     data: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +366,7 @@ def test_labels_and_teacher_are_mixed() -> None:
         TrainingObjective(small(num_labels=3))(model, batch)
 
 
+@pytest.mark.slow
 def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:
     teacher = small("Model", seed=3)
     teacher.train()
@@ -449,6 +451,7 @@ def fsmt() -> Any:
     return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**sizes, **layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [pytest.param(t5, marks=pytest.mark.slow), fsmt])
 def test_an_encoder_decoder_learns_from_texts(build: Callable[[], Any]) -> None:
     """Its decoder reads the text, as it is measured and compared."""

@@ -455,6 +455,7 @@ def test_two_vocabularies_of_one_size_are_told_apart(folder: Path, tmp_path: Pat
     assert found.outputs.quality == pytest.approx(wanted.mean_cosine, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "files"),
     [

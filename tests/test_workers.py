@@ -88,6 +88,7 @@ def test_a_worker_without_a_sign_of_life_is_named() -> None:
         together(2, 0, one)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_waited_for_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -621,6 +621,7 @@ def test_best_loses_no_more_than_half_precision_in_its_bytes() -> None:
     assert 0 < errors[0] <= errors[1] < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1e5, pytest.param(1e8, marks=pytest.mark.slow)])
 def test_best_leaves_out_what_half_precision_cannot_hold(largest) -> None:
     for right in (False, True):

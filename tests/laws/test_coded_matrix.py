@@ -442,6 +442,7 @@ def test_compiled_a_layer_follows_the_tensors_of_the_graph(form):
         torch.testing.assert_close(layer(x), 2 * once[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh")
 def test_compiled_integers_are_those_outside_of_graphs():
     """For no rows, one row of a batch that is transposed, numbers that are not finite, half precision, and a bias."""

@@ -157,6 +157,7 @@ def test_a_budget_is_met_from_below_to_one_percent(table, bits):
     assert 0.99 * budget <= found <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3))])
 def test_small_matrices_fit_although_what_lies_beside_their_symbols_is_most_of_them(seed):
     """Distributions that were made for finer steps leave no room for any symbol: others are made."""
@@ -258,6 +259,7 @@ def test_equal_input_gives_equal_codes(table, code):
     assert all(map(torch.equal, code.codes[0].levels, blocks.codes[0].levels))
 
 
+@pytest.mark.slow
 def test_pieces_of_a_wide_matrix_are_coded_as_the_whole(monkeypatch):
     wide = cloud(400, 24, decay=1.0)[0].T.contiguous()
     metric = torch.linspace(0.5, 2, 400)
@@ -308,6 +310,7 @@ def test_awkward_tables_are_coded(matrix):
     torch.testing.assert_close(dense(code) / unit, matrix.float() / unit, atol=5e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_rows_of_weight_zero_and_weights_of_any_range_are_coded(table):
     weights = torch.ones(3000)
     weights[::2] = 0.0

@@ -86,6 +86,7 @@ def test_it_starts_at_the_svd_and_at_two_it_is_the_svd(weights):
             assert made.error < made.objective[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (1.5, 0.5))])
 def test_rank_one_of_two_columns_against_all_directions(p):
     """For each direction (c, s) the best coordinate of a row meets one of its two entries if p <= 1: enumerate them;

@@ -52,6 +52,7 @@ def damp(metric: torch.Tensor, share: float) -> torch.Tensor:
     return metric + share * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
 
 
+@pytest.mark.slow
 def test_damping_keeps_errors_out_of_directions_that_data_did_not_show() -> None:
     """Grams of half as many samples as directions: what is lost under those of many samples."""
     pytest.importorskip("constriction")
@@ -176,6 +177,7 @@ def test_matrices_that_are_rounded_together_are_those_rounded_alone(
     assert rounded_together([]) == []
 
 
+@pytest.mark.slow
 def test_matrices_that_are_encoded_together_are_those_encoded_alone() -> None:
     """To the byte, whatever each one's budget asks for: the grid, paths, both, or a search that ends sooner."""
     pytest.importorskip("constriction")

@@ -74,6 +74,7 @@ def streams(folder: Path) -> int:
     return found
 
 
+@pytest.mark.slow
 @each
 def test_a_decoder_with_a_tied_head(
     kind: str, tiny_model: Callable[[str], Any], tiny_tokenizer: Any, tmp_path: Path
@@ -127,6 +128,7 @@ def test_half_precision_stays_what_it_was(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(dense(IDS).last_hidden_state, ours, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 @each
 def test_shards(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -94,6 +94,7 @@ def test_texts_alone_are_refused_by_models_that_compare_them_with_images(tiny_to
         data.batches(tiny("CLIPModel"))
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_images_says_that_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     report = compress_(tiny("ViTForImageClassification"), {"all": Auto()}, size="60%")
     assert "nothing is measured: ViTForImageClassification reads images" in capsys.readouterr().err

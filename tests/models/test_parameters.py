@@ -198,6 +198,7 @@ def test_experts_that_the_word_linear_leaves_out_are_named() -> None:
         compress_(model, {"linear": SVD()}, keep="60%", quiet=True)
 
 
+@pytest.mark.slow
 def test_measured_layers_and_parameters_share_one_budget(tmp_path: Path) -> None:
     model = tiny("MixtralForCausalLM")
     batches = [collate(drawn_samples(model, 4, 8, seed), 0) for seed in range(2)]
