@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -672,6 +673,21 @@ def test_damage_is_found_where_two_threads_check_one_piece(
         table.rows([first])
     with pytest.raises(KflatsError, match="damaged"):
         table.rows(torch.arange(19_900, 20_000))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(errno.EMFILE, r"beside all other files.*ulimit -n"), (errno.EACCES, "may not read it")]
+)
+def test_a_file_that_the_system_does_not_open_is_not_called_damaged(
+    code: int, said: str, small: CodedTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("kflats.io.mapped.mmap.mmap", refused)
+    with pytest.raises(KflatsError, match=said) as caught:
+        open_table(small.folder).rows([0])
+    assert "damaged" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(small: CodedTable) -> None:

@@ -32,6 +32,7 @@ from kflats.common import workers as workers_module
 from kflats.common.errors import KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Store, Workers
 from kflats.compress.fitting import copies_fingerprint, model_fingerprint
+from kflats.io.atomic import new_folder
 from kflats.methods import SVD
 from kflats.model.weights import find_weights
 from kflats.numerics.coding.lanes import Bytes
@@ -104,6 +105,75 @@ def test_a_slow_worker_is_waited_for_and_named(
 
     together(2, 0, one)
     assert capsys.readouterr().err.count("waiting for worker 1 (coming here)") == 1
+
+
+def test_nothing_is_sent_before_all_have_their_results() -> None:
+    """While tensors are sent a limit of time counts, and a slow worker would be taken for a lost one."""
+    made = set[int]()
+
+    def one(workers: Workers) -> None:
+        send = workers.broadcast
+
+        def work(index: int) -> tuple[dict[str, Tensor], str]:
+            time.sleep(0.05 * index)
+            made.add(index)
+            return {"x": torch.full((2,), float(index))}, ""
+
+        def sent(tensor: Tensor, rank: int) -> None:
+            assert made >= {0, 1, 2}
+            send(tensor, rank)
+
+        workers.broadcast = sent
+        assert [float(tensors["x"][0]) for tensors, _ in workers.in_turn(TASKS[:3], work)] == [0, 1, 2]
+
+    together(3, 0, one)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_worker_lost_while_numbers_are_sent_is_named(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "_SILENT", 0.3)
+
+    def one(workers: Workers) -> None:
+        assert workers.store is not None
+        if workers.rank == 0:
+
+            def refused(tensor: Tensor, rank: int) -> None:
+                raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 10000ms for send")
+
+            workers.broadcast = refused
+            for _ in workers.in_turn(TASKS[:3], lambda index: ({"x": torch.ones(2)}, "")):
+                pass
+        workers.broadcast = lambda tensor, rank: None
+        next(iter(workers.in_turn(TASKS[:3], lambda index: ({"x": torch.ones(2)}, ""))))
+        for _ in range(10 if workers.rank == 2 or not lost else 0):
+            time.sleep(0.1)
+            workers.store.add(f"alive/{workers.rank}", 1)
+
+    named = "worker 1 is lost: no sign of life while" if lost else "could not be sent .* network failed: .* Timed out"
+    with pytest.raises(LostWorkerError, match=named):
+        together(3, 0, one)
+
+
+def test_the_first_worker_that_fails_alone_says_so() -> None:
+    assert sorted(together(3, 0, lambda workers: workers.failed("the same words"))) == [False, False, True]  # type: ignore[type-var]
+
+
+def test_workers_that_see_different_folders_are_told(tmp_path: Path) -> None:
+    def one(workers: Workers) -> None:
+        (machine := tmp_path / f"{workers.rank}").mkdir()
+        with new_folder(machine / "small", workers=workers) as folder:
+            (folder / "kflats.json").write_text("{}")
+
+    with pytest.raises(KflatsError, match=r"worker 1 cannot see .*do not see one folder"):
+        together(2, 0, one)
+
+
+@pytest.mark.parametrize("what", ["torch", "a library that one of them lacks"])
+def test_workers_with_other_libraries_differ(what: str) -> None:
+    own = [{"torch": "2.0"}, {"torch": "2.1"}] if what == "torch" else [{}, {"constriction": "1"}]
+    for first in (0, 1):
+        with pytest.raises(KflatsError, match=r"differ in versions: (torch 2\.|constriction (none|1) and (none|1))"):
+            together(2, 0, lambda workers, first=first: workers.agree("versions", own[workers.rank - first]))  # type: ignore[misc]
 
 
 def test_workers_that_differ_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -519,7 +589,7 @@ def test_an_error_of_one_worker_is_all_that_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @FINDS_WORKERS
-@pytest.mark.parametrize(("name", "rank"), [("model", 0), ("model", 1), ("table", 0)])
+@pytest.mark.parametrize(("name", "rank"), [("model", 0), ("model", 1), ("table", 0), ("table", 1)])
 def test_a_stopped_worker_ends_the_run_with_a_message_and_the_same_command_resumes(
     name: str, rank: int, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
 ) -> None:

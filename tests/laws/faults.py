@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -64,7 +65,9 @@ def strikes(fault: Fault, ended: Sequence[Ended]) -> bool:
     if fault.kind == "full disk":
         return struck.code == 2 and "no space left on device" in struck.said
     others = [one for rank, one in enumerate(ended) if rank != fault.rank]
-    waited_for = any(f"worker {fault.rank} is lost" in one.said for one in others)
+    named = [one.said for one in others if re.search(r"worker \d+ is lost", one.said)]
+    assert all(f"worker {fault.rank} is lost" in said for said in named), "another worker is named"
+    waited_for = bool(named)
     return struck.code == -signal.SIGKILL and (fault.kind == "killed" or waited_for)
 
 
@@ -154,11 +157,7 @@ def _worker(
         sys.stderr = said
         try:
             with joined(PATIENCE, allow_unlike=allow_unlike) as workers:
-                try:
-                    job(*arguments, workers)
-                except KflatsError as error:
-                    workers.failed(str(error))
-                    raise
+                job(*arguments, workers)
         except (KflatsError, LostWorkerError) as error:
             print(error, file=said)
             code = 2

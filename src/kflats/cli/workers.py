@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kflats.common.errors import KflatsError, first_line
-from kflats.common.machine import cores
+from kflats.common.machine import cores, started_workers
 
 if TYPE_CHECKING:
     from kflats.common.workers import Workers
@@ -62,8 +62,8 @@ def start(options: WorkerOptions) -> bool:
         KflatsError: a process was ended from outside; another number than torchrun started.
         typer.Exit: a process failed, and said why.
     """
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and options.workers not in (None, int(started)):
+    started = started_workers()
+    if started is not None and options.workers not in (None, started):
         raise KflatsError(
             f"--workers {options.workers} is not supported with {started} workers of torchrun",
             hint="torchrun --nproc-per-node N alone, or --workers N alone",
@@ -72,7 +72,8 @@ def start(options: WorkerOptions) -> bool:
     if started is not None or count is None or count == 1:
         return False
     port = _free_port()
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _STARTED: "1"}
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), _STARTED: "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # torch's name: the store is in the process that started them
     surroundings = {"OMP_NUM_THREADS": str(max(1, cores() // count))} | dict(os.environ) | shared
     command = [sys.executable, "-m", "kflats", *sys.argv[1:]]

@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from kflats.common.errors import KflatsError
+
 _M_MMAP_THRESHOLD = -3  # of malloc.h in glibc
 _RETURNED = 2**20
 """Bytes of a block from which on it returns to the system when it is freed."""
@@ -34,8 +36,26 @@ def cpu_units() -> tuple[str, ...]:
     return tuple(name for name in names if name in flags)
 
 
+def started_workers() -> int | None:
+    """How many workers torchrun started, by what it says in the environment; None without torchrun.
+
+    Raises:
+        KflatsError: it says no number.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    if not (os.environ["WORLD_SIZE"].isdecimal() and os.environ["RANK"].isdecimal()):
+        raise KflatsError(
+            f"WORLD_SIZE {os.environ['WORLD_SIZE']!r} and RANK {os.environ['RANK']!r} are no numbers",
+            cause="they are set in the environment, but not by torchrun",
+            hint="unset both, or start the command by torchrun",
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
 def available_bytes() -> int:
-    """The machine's memory, or the limit that was set for this process (``ulimit -d`` or ``-v``) if that is less.
+    """The machine's memory, or the limit that was set for this process (``ulimit -d`` or ``-v``) or for its container
+    (a control group of Linux) if that is less.
 
     What other processes take is not counted: a limit that depends on it would differ from run to run.
 
@@ -51,16 +71,37 @@ def available_bytes() -> int:
 
         limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
         found += [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    return min(found)
+    return min(found + _group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+
+
+def _group_limits(groups: Path, mounted: Path) -> list[int]:
+    """The limits of memory of the control groups that ``groups`` names, and of those that hold them. In a container the
+    names may be those outside of it: then the limits of what is ``mounted`` count."""
+    limits = []
+    with suppress(OSError, ValueError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            _, kinds, name = line.split(":", 2)  # version 2 has no kinds, and one tree for all
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            root, file = (mounted / "memory", "memory.limit_in_bytes") if kinds else (mounted, "memory.max")
+            here = root / name.lstrip("/")
+            for folder in (here, *here.parents):
+                if folder.is_relative_to(root) and (folder / file).is_file():
+                    said = (folder / file).read_text(encoding="ascii").strip()
+                    limits += [int(said)] if said.isdecimal() else []  # "max": none
+    return [limit for limit in limits if limit > 0]
 
 
 def unused_bytes() -> int:
-    """``available_bytes`` less the private memory of this process (Linux; elsewhere nothing is subtracted)."""
+    """This worker's share of ``available_bytes`` less the private memory of this process (Linux; elsewhere nothing is
+    subtracted). Workers of one machine (torchrun's ``LOCAL_WORLD_SIZE``) have equal shares."""
     private = 0
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text(encoding="ascii")
         private = 1024 * int(status.split("RssAnon:")[1].split()[0])
-    return max(0, available_bytes() - private)
+    workers = os.environ.get("LOCAL_WORLD_SIZE", "")
+    share = available_bytes() // max(1, int(workers) if workers.isdecimal() else 1)
+    return max(0, share - private)
 
 
 def return_memory_when_freed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Thread
 
 import torch
 
@@ -45,6 +46,11 @@ def one_thread() -> Iterator[None]:
     """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
+    if count > 1:
+        # torch keeps the last number that any thread set for threads that begin later, which would keep 1 for good.
+        others = Thread(target=torch.set_num_threads, args=(count,))
+        others.start()
+        others.join()
     try:
         yield
     finally:

@@ -11,7 +11,6 @@ Each worker counts up a key of its own every second, so that the others know a s
 from __future__ import annotations
 
 import json
-import os
 import platform
 import threading
 import time
@@ -29,11 +28,12 @@ from torch import Tensor
 from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
-from kflats.common.machine import cpu_units
+from kflats.common.machine import cpu_units, started_workers
 
 PATIENCE = 120.0
 """Seconds without a sign of life after which a worker counts as lost."""
 _BEAT = 1.0
+_SILENT = 3.5  # seconds without a sign of life of a worker with which sending failed
 _SLOW = 15.0  # seconds for which nothing is said of who is waited for
 _POLL = 0.02
 _LIBRARIES = ("kflats", "torch", "numpy", "safetensors", "transformers", "tokenizers", "constriction")
@@ -174,10 +174,12 @@ class Workers:
                 continue
             if own in round_of:
                 self._tell(f"{stage}/{own}", made)
-            for index in round_of:
-                described, text = json.loads(self._text(f"{stage}/{index}", tasks[index], owner=index - start))
-                rank, tensors = index - start, made[0] if index == own else {}
-                yield self._sent(described, tensors, rank, self.broadcast), text
+            # All have theirs before the first is sent: while tensors are sent, gloo's limit of time counts, and not
+            # whether a worker lives.
+            told = [self._text(f"{stage}/{index}", tasks[index], owner=index - start) for index in round_of]
+            for index, (described, text) in zip(round_of, map(json.loads, told), strict=True):
+                tensors = made[0] if index == own else {}
+                yield self._sent(described, tensors, index - start, self.broadcast), text
             del made
 
     def gathered(
@@ -200,7 +202,7 @@ class Workers:
                 self._arrived(sent)
             self._tell(f"{stage}/{index}", made)
             tensors = [tensor.cpu().contiguous() for tensor in made[0].values()]
-            with self._explained(0):
+            with self._explained():
                 sent = _Sent(f"{stage}/{index}/got", [(tensor, self.gather(tensor, self.rank)) for tensor in tensors])
             del made, tensors
         if sent is not None:
@@ -238,7 +240,7 @@ class Workers:
     def _arrived(self, sent: _Sent) -> None:
         """Wait until the first worker has what was ``sent``."""
         self._text(sent.key, "adding up results")
-        with self._explained(0):
+        with self._explained():
             for _, sending in sent.tensors:
                 if sending is not None:
                     sending.wait()
@@ -255,7 +257,7 @@ class Workers:
         for name, dtype, shape in described:
             here = own[name] if name in own else torch.empty(shape, dtype=dtype_of(dtype))
             sent = here.cpu().contiguous()
-            with self._explained(rank):
+            with self._explained():
                 send(sent, rank)
             tensors[name] = here if name in own else sent
         return tensors
@@ -286,7 +288,9 @@ class Workers:
         for rank in range(1, self.count):
             theirs = json.loads(self._text(f"{stage}/{rank}", "beginning", owner=rank))
             firsts = json.loads(self._text(f"{stage}/0", "beginning", owner=0))
-            unlike = [f"{key} {firsts[key]} and {theirs.get(key)}" for key in firsts if firsts[key] != theirs.get(key)]
+            keys = sorted(firsts.keys() | theirs.keys())
+            pairs = [(key, firsts.get(key, "none"), theirs.get(key, "none")) for key in keys]
+            unlike = [f"{key} {mine} and {other}" for key, mine, other in pairs if mine != other]
             if unlike and refused:
                 raise KflatsError(
                     f"workers 0 and {rank} differ in {what}: {'; '.join(unlike)}",
@@ -298,8 +302,9 @@ class Workers:
 
     def failed(self, message: str) -> bool:
         """Tell the others that this worker stops with an error; whether it is the first to say so."""
+        said = f"worker {self.rank}: {message}"
         try:
-            return self.store is None or self.store.compare_set("failed", "", message).decode() == message
+            return self.store is None or self.store.compare_set("failed", "", said).decode() == said
         except LostWorkerError:  # nobody is there to be told
             return True
 
@@ -316,8 +321,7 @@ class Workers:
             time.sleep(_POLL)
             if time.monotonic() - checked >= _BEAT:
                 checked = time.monotonic()
-                if self.store.check(["failed"]):
-                    raise LostWorkerError(KflatsError("another worker failed", hint="see what it says"), said=True)
+                self._check_failed()
                 known = by and self.store.check([by])
                 rank = int(self.store.get(by)) if known else owner
                 self._check_alive(rank, task)
@@ -328,8 +332,7 @@ class Workers:
 
     def _check_alive(self, rank: int, task: str) -> None:
         assert self.store is not None
-        now, key = time.monotonic(), f"alive/{rank}"
-        beats = int(self.store.get(key)) if self.store.check([key]) else 0
+        now, beats = time.monotonic(), self._beats(rank)
         last, since = self._seen.get(rank, (-1, now))
         if beats != last:
             self._seen[rank] = beats, now
@@ -342,13 +345,35 @@ class Workers:
                 )
             )
 
+    def _check_failed(self) -> None:
+        assert self.store is not None
+        if self.store.check(["failed"]):
+            raise LostWorkerError(KflatsError("another worker failed", hint="see what it says"), said=True)
+
+    def _beats(self, rank: int) -> int:
+        """How many signs of life a worker has given."""
+        assert self.store is not None
+        key = f"alive/{rank}"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
     @contextmanager
-    def _explained(self, rank: int) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
+        """gloo does not say which worker is lost where tensors could not be sent: one that gives no more signs of
+        life."""
         try:
             yield
         except RuntimeError as error:
-            what = f"worker {rank} is lost: {first_line(error)}"
-            raise LostWorkerError(KflatsError(what, hint="the same command again, which resumes")) from error
+            others = [rank for rank in range(self.count) if rank != self.rank]
+            before = [self._beats(rank) for rank in others]
+            time.sleep(_SILENT)
+            self._check_failed()
+            silent = [str(rank) for rank, beats in zip(others, before, strict=True) if self._beats(rank) == beats]
+            what, cause = "numbers could not be sent to other workers", f"the network failed: {first_line(error)}"
+            if silent:
+                what = f"worker {' and '.join(silent)} is lost: no sign of life while numbers were sent"
+                cause = "it was stopped or killed, or its machine or network failed"
+            hint = "the same command again, which resumes"
+            raise LostWorkerError(KflatsError(what, cause=cause, hint=hint)) from error
 
 
 class _Connection:
@@ -412,8 +437,7 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
     ...     workers.count
     1
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1 or "RANK" not in os.environ:
+    if (started_workers() or 1) == 1:
         yield Workers(patience=patience)
         return
     limit = timedelta(seconds=max(patience, 10.0))
@@ -438,6 +462,9 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
         yield workers
     except LostWorkerError as lost:
         raise lost.error from lost
+    except Exception as error:
+        workers.failed(str(error))
+        raise
     finally:
         ended.set()
         beating.join()

@@ -40,7 +40,7 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "compact" | codes that are decoded in every call | 0 |
 
     Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
-    "int8" for little time, on one core .65 to .95 of float32's and .5 to .75 under ``torch.compile``
+    "int8" for little time, on one core .7 to .95 of float32's and .5 to .7 under ``torch.compile``
     (``benchmarks/latency.py``), where a cosine .001 to .002 lower is allowed, or .003 to .004 on CPUs without VNNI
     units. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs
     with matrix units for bfloat16 (AMX) no form is as fast in batches on one core as the whole model in that type:

@@ -187,12 +187,18 @@ def new_folder(
 
     Raises:
         KflatsError: ``out`` exists, is no folder, holds files that kflats did not write or that were changed, overlaps
-            a source, or is written by another run at this moment; the disk is full.
+            a source, or is written by another run at this moment; the disk is full; the workers see different folders.
     """
     out = _goal(out, sources)
     aside = beside(out, "new")
     if workers is not None and not workers.first:
         workers.meet()
+        if not aside.is_dir():
+            raise KflatsError(
+                f"worker {workers.rank} cannot see {aside}, the folder in which the first worker began",
+                cause="the workers do not see one folder, or the first worker failed",
+                hint="an output folder that all machines share",
+            )
         with explained(out):
             yield aside
         return

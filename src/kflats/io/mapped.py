@@ -8,6 +8,7 @@ Writing into such a tensor ends the process: whoever changes a model in place lo
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.schema import decode
 from kflats.io.atomic import explained
 
@@ -75,7 +76,11 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, T
             return metadata, entries
     except (ValueError, AttributeError, TypeError):
         pass
-    raise KflatsError(f"{path} cannot be read", hint="fetch the file again, or compress the model again")
+    raise KflatsError(
+        f"{path} cannot be read",
+        cause="no safetensors file, or a truncated one",
+        hint="fetch the file again, or compress the model again",
+    )
 
 
 def mapped_tensors(path: str | os.PathLike[str], only: str | None = None) -> dict[str, Tensor]:
@@ -102,12 +107,30 @@ def mapped_tensors(path: str | os.PathLike[str], only: str | None = None) -> dic
             begin = file.tell()
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise KflatsError(f"{path} cannot be read: {error.strerror}", hint="restore the file") from error
+        raise unreadable(path, error) from error
     return {
         name: _tensor(data, begin, entry, f"the tensor {name!r} in {path}")
         for name, entry in entries.items()
         if only in (None, name)
     }
+
+
+def unreadable(path: Path, error: Exception) -> KflatsError:
+    """The error for a file that cannot be opened or read."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EMFILE:
+        return KflatsError(
+            f"{path} cannot be opened beside all other files",
+            cause="the system allows this process no more open files",
+            hint="ulimit -n 8192 before the command, or fewer and longer files",
+        )
+    denied = code in (errno.EACCES, errno.EPERM)
+    cause = "this user may not read it" if denied else "a damaged or truncated file"
+    return KflatsError(
+        f"{path} cannot be read: {first_line(error)}",
+        cause=cause,
+        hint="its permissions" if denied else "restore the file",
+    )
 
 
 def mapped_array(path: str | os.PathLike[str]) -> np.memmap[Any, np.dtype[Any]]:

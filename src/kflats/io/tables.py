@@ -6,7 +6,6 @@ into memory, so that pages that nobody reads take none. Parquet is decompressed,
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -20,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, first_line
+from kflats.common.errors import KflatsError
 from kflats.common.release import needed
-from kflats.io.mapped import as_tensor, mapped_array, mapped_tensors, read_header
+from kflats.io.mapped import as_tensor, mapped_array, mapped_tensors, read_header, unreadable
 from kflats.io.sources import is_coded_table
 from kflats.numerics.rows import Rows, TensorRows
 
@@ -156,7 +155,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
         try:
             found: Tensor | npt.NDArray[np.generic] = mapped_array(path)
         except Exception as error:  # a damaged head makes numpy raise many kinds
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
     else:
         try:
             found = source.detach() if isinstance(source, Tensor) else np.asarray(source)
@@ -247,7 +246,7 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
         try:
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _unreadable(index, error) from error
+            raise unreadable(index, error) from error
         if isinstance(found, str) and Path(found).name == found and (index.parent / found).is_file():
             return index.parent / found
     return None
@@ -258,7 +257,7 @@ def _of_safetensors(path: Path, name: str) -> Rows:
         with path.open("rb") as file:
             _, entries = read_header(file, path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     matrices = [one for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype]
     chosen = _only(path, "tensor", matrices, name)
     return TensorRows(mapped_tensors(path, chosen)[chosen])  # pages are read when they are used
@@ -274,7 +273,7 @@ def _of_npy(path: Path, name: str) -> Rows:
     try:
         table = mapped_array(path)
     except Exception as error:  # a damaged head makes numpy raise many kinds
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if table.dtype not in _FLOATS:
         raise KflatsError(
             f"{path} holds {table.dtype}, which is not supported as a table",
@@ -313,7 +312,7 @@ def _of_arrow(path: Path, name: str) -> Rows:
 
         return _ArrowRows(path, mapped, column, [batch_of(i).num_rows for i in range(count)])
     except (arrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
@@ -368,7 +367,7 @@ class _ArrowRows:
             self._held = (group, *next(self._pieces))
         while row >= self._held[1] + len(self._held[2]):
             if (following := next(self._pieces, None)) is None:  # reading failed before
-                raise _unreadable(self._path, ValueError("its rows end too early"))
+                raise unreadable(self._path, ValueError("its rows end too early"))
             self._held = (group, *following)
         return self._held[1:]
 
@@ -380,9 +379,9 @@ class _ArrowRows:
             try:
                 column = next(columns, None)
             except (ValueError, OSError) as error:  # those of pyarrow are one or the other
-                raise _unreadable(self._path, error) from error
+                raise unreadable(self._path, error) from error
             if column is None:
-                raise _unreadable(self._path, ValueError("it has fewer rows than its head says"))
+                raise unreadable(self._path, ValueError("it has fewer rows than its head says"))
             piece = self._numbers(column)
             if len(piece):
                 yield first, piece
@@ -422,13 +421,3 @@ def _only(path: Path, what: str, names: list[str], name: str) -> str:
     wanted = f" called {name!r}" if name else ""
     hint = f"one of: {listed} (--column NAME), or the file alone that holds it" if names else "a file with such a table"
     raise KflatsError(f"{path} has no {what}{wanted} that is a table of floats", hint=hint)
-
-
-def _unreadable(path: Path, error: Exception) -> KflatsError:
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return KflatsError(
-            f"{path} cannot be opened beside all other files of the table",
-            cause="the system allows this process no more open files",
-            hint="ulimit -n 8192 before the command, or fewer and longer files",
-        )
-    return KflatsError(f"{path} cannot be read: {first_line(error)}", cause="a damaged or truncated file")

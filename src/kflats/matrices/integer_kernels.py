@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ INTEGER_DEVICES = ("cpu", "cuda")
 """The kinds of device on which torch multiplies integers."""
 _PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (33, 384, 384), (64, 384, 64))
 """Rows, inputs and outputs of the products by which a device is tried: they reach its different kernels."""
+_ONE_ENGINE = Lock()
 _FEWEST, _UNIT = 32, 8
 """CUDA multiplies more than 16 rows of integers, and inputs and outputs that are multiples of 8."""
 _MULTIPLIED = {"cpu": 2**18, "cuda": 2**27}
@@ -130,13 +132,15 @@ class _Fbgemm:
 
 @contextmanager
 def _engine(name: str) -> Iterator[None]:
-    """Inside, operators of torch pack matrices for this engine, in all threads."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = name
-    try:
-        yield
-    finally:
-        torch.backends.quantized.engine = before
+    """Inside, operators of torch pack matrices for this engine, in all threads. One thread at a time is inside: another
+    would put back what this one has set."""
+    with _ONE_ENGINE:
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = name
+        try:
+            yield
+        finally:
+            torch.backends.quantized.engine = before
 
 
 def _candidates(kind: str) -> list[IntegerKernel]:

@@ -355,6 +355,7 @@ class _Run:
         firsts = range(0, n, self.shard_rows)
         if self.workers.first:
             kept.remove_others()
+        self.workers.meet()  # nobody writes what the first worker would remove
         tasks = ["writing the head", *(f"encoding rows {first} and on" for first in firsts)]
 
         def work(index: int) -> TablePart:

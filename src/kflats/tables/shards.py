@@ -148,7 +148,9 @@ class Shard:
         check_size(path, record.bytes)
         try:
             tensors = mapped_tensors(path)
-        except (KflatsError, OSError) as error:
+        except KflatsError as error:
+            if isinstance(error.__cause__, OSError):  # says nothing of what the file holds
+                raise
             raise self.damaged(first_line(error)) from error
         if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():
             raise self.damaged("other arrays than a shard has")

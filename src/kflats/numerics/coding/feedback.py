@@ -10,6 +10,7 @@ From the last row and column on, the target a_oi + f_oi is therefore known when 
 
 With a step c / (L_oo R_ii) all entries lose alike, which is what reverse water-filling asks for. Rows and columns that
 count least are rounded first: the factors then fall as steeply as a triangle's can, and few bits go where they pay.
+Integers that follow paths of a trellis keep the order of the matrix, which the paths need.
 
 These are the nearest planes of Babai (Combinatorica 6, 1986). Without G, with nearest rounding and given steps, they
 are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al., arXiv:2505.22988).
