@@ -370,7 +370,8 @@ class Workers:
             silent = [str(rank) for rank, beats in zip(others, before, strict=True) if self._beats(rank) == beats]
             what, cause = "numbers could not be sent to other workers", f"the network failed: {first_line(error)}"
             if silent:
-                what = f"worker {' and '.join(silent)} is lost: no sign of life while numbers were sent"
+                names = f"worker {silent[0]} is" if len(silent) == 1 else f"workers {' and '.join(silent)} are"
+                what = f"{names} lost: no sign of life while numbers were sent"
                 cause = "it was stopped or killed, or its machine or network failed"
             hint = "the same command again, which resumes"
             raise LostWorkerError(KflatsError(what, cause=cause, hint=hint)) from error
@@ -461,6 +462,7 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
         workers.agree("versions or machines", _surroundings(), refused=not allow_unlike, hint=hint)
         yield workers
     except LostWorkerError as lost:
+        workers.failed(str(lost))
         raise lost.error from lost
     except Exception as error:
         workers.failed(str(error))
