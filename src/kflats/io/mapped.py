@@ -124,13 +124,12 @@ def unreadable(path: Path, error: Exception) -> KflatsError:
             cause="the system allows this process no more open files",
             hint="ulimit -n 8192 before the command, or fewer and longer files",
         )
-    denied = code in (errno.EACCES, errno.EPERM)
-    cause = "this user may not read it" if denied else "a damaged or truncated file"
-    return KflatsError(
-        f"{path} cannot be read: {first_line(error)}",
-        cause=cause,
-        hint="its permissions" if denied else "restore the file",
-    )
+    cause, hint = "a damaged or truncated file", "restore the file"
+    if code in (errno.EACCES, errno.EPERM):
+        cause, hint = "this user may not read it", "its permissions"
+    elif code == errno.ENOENT:
+        cause = "it was moved or removed"
+    return KflatsError(f"{path} cannot be read: {first_line(error)}", cause=cause, hint=hint)
 
 
 def mapped_array(path: str | os.PathLike[str]) -> np.memmap[Any, np.dtype[Any]]:
