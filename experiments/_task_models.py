@@ -30,7 +30,7 @@ from kflats.io import load_model, new_folder
 from kflats.io.sources import resolve_model
 from kflats.model.weights import Weight, find_weights
 from kflats.recover.recover import Recovery, recover_
-from kflats.tasks.batches import Examples, collate, feature_batches, features, load_examples
+from kflats.tasks.batches import Examples, collate_features, feature_batches, features, load_examples
 from kflats.tasks.scoring import score_features
 from kflats.tasks.task import find_task
 
@@ -242,7 +242,7 @@ class TaskModel:
         length = self.training.max_length
         rows = features(self.data.training, self.tokenizer, length, limit=limit, model=model, seed=self.seed)
         padding_id = self.tokenizer.pad_token_id or 0
-        return [collate(part, padding_id) for _, part in feature_batches(rows, batch)]
+        return [collate_features(part, padding_id) for _, part in feature_batches(rows, batch)]
 
     def train_(self, model: Any, epochs: int, train: str = "all") -> Recovery:
         """Train ``model`` in place on the training part; the last epoch is kept."""

@@ -1,4 +1,5 @@
-"""Factored convolutions: the same numbers as the dense layer, in every geometry; and a whole CNN's life on disk."""
+"""Factored and coded convolutions: the same numbers as the dense layer, in every geometry and run-time form; and a
+whole CNN's life on disk."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kflats
+from kflats.codecs import Feedback, Integer, Transform
 from kflats.common.errors import KflatsError
+from kflats.common.run_forms import RunForm
+from kflats.importance import KroneckerFisher
+from kflats.matrices import layers
 from kflats.matrices.layers import FactoredConv2d
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
+from kflats.methods import SVD, Auto, Flats, KeepDense
+from kflats.model.run_as import running_as
 from kflats.model.swap import restore_, swap_
 from kflats.model.weights import dense_weight, find_weight, find_weights
+from kflats.recipe.recipe import Recipe
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},
@@ -45,6 +53,35 @@ def interpolative(table: Tensor, rank: int) -> Matrix:
     columns = best[:, order[:rank]]
     basis = torch.linalg.pinv(columns.double()) @ best[:, order[rank:]].double()
     return InterpolativeMatrix(columns, basis.to(table.dtype), order.to(torch.int16))
+
+
+CODES = {
+    "8 bits": Recipe(KeepDense(), codec=Integer(8)),
+    "4 bits in groups": Recipe(KeepDense(), codec=Integer(4, group=8)),
+    "pair": Recipe(SVD(), codec=Transform()),
+    "several flats": Recipe(Flats(k=2), codec=Transform()),
+    "feedback": Recipe(KeepDense(), codec=Feedback()),
+    "feedback, rows are outputs": Recipe(KeepDense(), codec=Feedback(), matrix_rows="out_features"),
+}
+
+
+def coded(conv: nn.Conv2d, recipe: Recipe, keep: str = "45%") -> FactoredConv2d:
+    """The layer in codes."""
+    model = nn.Sequential(copy.deepcopy(conv)).eval()
+    kflats.compress_(model, {"0": recipe}, keep=keep, quiet=True)
+    layer = model[0]
+    assert isinstance(layer, FactoredConv2d)
+    assert layer.matrix.kind == "coded"
+    return layer
+
+
+def decoded(conv: nn.Conv2d, layer: FactoredConv2d) -> nn.Conv2d:
+    """A dense convolution with the decoded kernel of ``layer``, which stands for ``conv``."""
+    dense, table = copy.deepcopy(conv), layer.matrix.dense().detach()
+    with torch.no_grad():
+        dense.weight.copy_((table if layer.transposed else table.T).reshape(conv.weight.shape))
+    dense.bias = layer.bias
+    return dense
 
 
 both_kinds = pytest.mark.parametrize("make", [low_rank, interpolative])
@@ -135,6 +172,85 @@ def test_types_layouts_and_recording() -> None:
     assert layer(x).dtype == torch.float32
     torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-2)
     assert "kernel_size=(3, 3)" in repr(layer)
+
+
+@pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_codes_are_the_convolution_of_their_matrix_in_every_form(geometry: dict[str, Any], recipe: Recipe) -> None:
+    conv = nn.Conv2d(6, 40, **geometry)
+    layer = coded(conv, recipe)
+    dense, x = decoded(conv, layer), torch.randn(3, 6, 11, 9)
+    expected = dense(x).detach()
+    assert 0 < (expected - conv(x)).norm() < 0.6 * conv(x).norm()
+    for form, far in (("dense", 1e-5), ("compact", 1e-5), ("bfloat16", 2e-2), ("int8", 3e-2)):
+        with running_as(layer, form), torch.no_grad():
+            for given, wanted in ((x, expected), (x[1], expected[1])):
+                out = layer(given)
+                assert out.dtype == x.dtype
+                assert out.shape == wanted.shape
+                assert (out - wanted).norm() < far * wanted.norm(), form
+
+
+def test_integers_multiply_a_few_images_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = coded(nn.Conv2d(6, 16, 3, stride=2, padding=1), CODES["8 bits"])
+    x = torch.randn(5, 6, 12, 10)
+    layer.run_form = "int8"
+    with torch.no_grad():
+        whole = layer(x)
+        monkeypatch.setattr(layers, "_UNFOLDED", 2 * 54 * 30)
+        calls: list[int] = []
+        times = FactoredConv2d.times
+
+        def counted(self: FactoredConv2d, x: Tensor, bias: Tensor | None) -> Tensor:
+            calls.append(len(x))
+            return times(self, x, bias)
+
+        monkeypatch.setattr(FactoredConv2d, "times", counted)
+        assert torch.equal(layer(x), whole)
+    assert calls == [2, 2, 1]
+
+
+def test_gradients_reach_the_scales_of_codes_and_not_through_integers() -> None:
+    conv = nn.Conv2d(6, 16, 3, padding=1)
+    layer = coded(conv, CODES["pair"])
+    x = torch.randn(2, 6, 8, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None for p in layer.parameters())
+    dense = decoded(conv, layer)
+    given = x.detach().requires_grad_()
+    dense(given).square().sum().backward()
+    torch.testing.assert_close(x.grad, given.grad)
+    step = torch.optim.SGD(layer.parameters(), lr=1e-4)
+    step.step()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), decoded(conv, layer)(x))  # the kept kernel is made anew
+    layer.run_form = "int8"
+    with pytest.raises(KflatsError, match="gradients are not supported with the run-time form int8"):
+        layer(x)
+
+
+@pytest.mark.parametrize("form", ["dense", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_compiled_graph_of_codes_computes_the_same(form: RunForm) -> None:
+    layer = coded(nn.Conv2d(6, 16, 3, stride=2, padding=1), CODES["feedback"])
+    layer.run_form = form
+    x = torch.randn(2, 6, 9, 7)
+    with torch.no_grad():
+        expected = layer(x)
+        torch.testing.assert_close(
+            torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
+def test_a_recorded_graph_of_codes_computes_the_same(recipe: Recipe) -> None:
+    layer = coded(nn.Conv2d(6, 40, 3, padding=1), recipe)
+    layer.run_form = "int8"  # graphs for files multiply floats
+    x = torch.randn(2, 6, 8, 8)
+    with torch.no_grad():
+        expected = decoded(nn.Conv2d(6, 40, 3, padding=1), layer)(x)
+    recorded = torch.export.export(nn.Sequential(layer), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(recorded.module()(x[:1].repeat(3, 1, 1, 1)), expected[:1].repeat(3, 1, 1, 1))
 
 
 def test_what_cannot_be_factored_says_why() -> None:
@@ -233,6 +349,48 @@ def test_a_network_is_compressed(trained: ResNet, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(x), model(x))
         assert 0 < (model(x) - trained(x)).norm() < trained(x).norm()
+
+
+@pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
+def test_a_network_in_codes_is_saved_and_loaded(trained: ResNet, tmp_path: Path, recipe: Recipe) -> None:
+    model = copy.deepcopy(trained)
+    names = [w.name for w in find_weights(model) if w.name.startswith("blocks") and w.shape[0] > 100]
+    kflats.compress_(model, dict.fromkeys(names, recipe), keep="40%", quiet=True)
+    kflats.run_as_(model, "int8")
+    kflats.save(model, tmp_path)
+    loaded = ResNet().eval()
+    kflats.load_(loaded, tmp_path)
+    x = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+    for name in names:
+        mine, there = model.get_submodule(name), loaded.get_submodule(name)
+        assert isinstance(mine, FactoredConv2d)
+        assert isinstance(there, FactoredConv2d)
+        assert there.run_form == "int8"
+        for key, tensor in mine.matrix.tensors().items():
+            assert torch.equal(tensor, there.matrix.tensors()[key]), key
+    kflats.run_as_(model, "dense")
+    with torch.no_grad():
+        expected = model(x)
+        restore_(model)
+        assert type(model.blocks[0].conv1) is nn.Conv2d
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_auto_codes_convolutions_with_less_error_than_pairs(trained: ResNet) -> None:
+    batches = [{"x": torch.randn(8, 3, 16, 16)} for _ in range(2)]
+    away = {}
+    x = torch.randn(16, 3, 16, 16)
+    for name, given in (("auto", Auto()), ("pairs", Recipe(SVD(), KroneckerFisher()))):
+        model = copy.deepcopy(trained)
+        report = kflats.compress_(
+            model, {"conv": given}, keep="30%", allocation="loss", calibration=batches, quiet=True
+        )
+        assert report.bytes_after <= 0.3 * report.bytes_before
+        with torch.no_grad():
+            away[name] = float((model(x) - trained(x)).norm())
+    assert away["auto"] < 0.5 * away["pairs"]
 
 
 def test_a_file_of_another_convolution_is_refused(trained: ResNet, tmp_path: Path) -> None:

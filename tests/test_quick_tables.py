@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "dictionaries": PARTS,
     "language_model": (),
     "vision": (),
+    "convolutions": (),
     "sketched_ellipsoids": (),
     "loewner": (),
     "distortion": (),
@@ -38,7 +39,7 @@ def run(tmp_path: Path, data_folder: Path, minilm: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
 
     def command(name: str, *words: str) -> None:
-        if name in ("vision", "robust_networks", "language_model") and not WEIGHTS.is_dir():
+        if name in ("vision", "convolutions", "robust_networks", "language_model") and not WEIGHTS.is_dir():
             pytest.skip(f"no small networks in {WEIGHTS} (set KFLATS_WEIGHTS)")
         importlib.import_module(name).main(["--quick", *words])
 

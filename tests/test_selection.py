@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats import MESSI, SVD, Auto, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform, compress_
-from kflats.codecs import Table
+from kflats.codecs import Table, Transform
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.protocol import Weighting
@@ -187,13 +187,15 @@ def test_texts_with_a_tokenizer_are_data_to_measure_with(tiny_model) -> None:
     assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, CalibrationData(("a text",), TOKENIZER))
 
 
-def test_convolutions_take_pairs_only() -> None:
+def test_convolutions_take_pairs_or_codes() -> None:
     model = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=8)})
     assert [c.weight.name for c in select(model, {"conv": SVD()}, CalibrationData())] == [
         "a"
     ]  # "b" is eight small matrices
     with pytest.raises(KflatsError, match="Flats\\(k=5\\) cannot be used for 'a'"):
         select(model, {"a": Flats()}, CalibrationData())
+    coded = Recipe(Flats(), codec=Transform())
+    assert select(model, {"a": coded}, CalibrationData())[0].recipe == coded
     with pytest.raises(KflatsError, match="grouped convolution"):
         select(model, {"b": SVD()}, CalibrationData())
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kflats.common.errors import KflatsError
-from kflats.tasks.batches import IGNORED, Feature, collate, features, load_examples, task_batches, uncollate
+from kflats.tasks.batches import IGNORED, Feature, collate_features, features, load_examples, task_batches, uncollate
 from kflats.tasks.scoring import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman
 from kflats.tasks.task import TASKS, Task, check_head, find_task, head_of
 
@@ -299,12 +299,12 @@ def test_language_is_cut_into_blocks(write: Any, tiny_tokenizer: Any) -> None:
 
 def test_collating_is_undone() -> None:
     rows = [Feature({"input_ids": [5, 6, 7]}, [1, 0, 1]), Feature({"input_ids": [8]}, [2])]
-    assert uncollate([collate(rows, 9)]) == rows
+    assert uncollate([collate_features(rows, 9)]) == rows
     rows = [
         Feature({"input_ids": [5, 6], "token_type_ids": [0, 1]}, 1),
         Feature({"input_ids": [8], "token_type_ids": [0]}, 0),
     ]
-    assert uncollate([collate(rows)]) == rows
+    assert uncollate([collate_features(rows)]) == rows
     for nothing in ([], [torch.ones(2)], [{"pixel_values": torch.ones(2, 3)}]):
         with pytest.raises(KflatsError, match="batch"):
             uncollate(nothing)

@@ -663,12 +663,13 @@ def test_best_is_a_choice_and_fits_nothing() -> None:
         kflats.plan(small(), {"all": Auto()}, keep="33% ranks")
 
 
-def test_best_of_a_convolution_is_a_pair() -> None:
+def test_best_of_a_convolution_is_a_code() -> None:
     model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3))
     made = kflats.plan(model, {"all": Auto()}, keep="30%")
-    assert all(decision.recipe.codec == kflats.Float("float16") for decision in made.decisions)
+    assert all(decision.recipe.is_coded for decision in made.decisions)
     report = kflats.compress_(model, made, quiet=True)
     assert report.bytes_after <= 0.3 * report.bytes_before
+    assert all(0 < weight.error < 0.01 for weight in report.weights)
 
 
 def test_best_rounds_what_the_data_never_reaches_where_that_makes_it_smaller() -> None:

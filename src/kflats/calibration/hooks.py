@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import (
@@ -32,6 +31,7 @@ from kflats.evaluation.running import (
     widened,
 )
 from kflats.matrices.kept_rows import no_kept_rows
+from kflats.matrices.layers import Patches
 from kflats.model.weights import Weight, embedding_scale, pretrained_models, submodule
 from kflats.numerics.statistics import wide
 
@@ -211,7 +211,8 @@ class LayerCall:
         if self.role != "conv2d":
             return self.x[start:end]
         step = len(self.x) // self.samples
-        patches = unfolded(self.module, self.x[start * step : end * step])
+        assert isinstance(self.module, nn.Conv2d)
+        patches = Patches.of(self.module)(wide(self.x[start * step : end * step]))
         return patches.reshape(end - start, -1, patches.shape[-1])
 
 
@@ -459,11 +460,3 @@ def _inside(model: nn.Module, part: str) -> set[int]:
         return set()
     inner: Any = getattr(model, f"get_{part}")()
     return {id(module) for module in inner.modules()}
-
-
-def unfolded(module: nn.Module, x: Tensor) -> Tensor:
-    """(B, positions, in * kh * kw): the input patch of a convolution at each output position."""
-    assert isinstance(module, nn.Conv2d)
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    padded = F.pad(wide(x), module._reversed_padding_repeated_twice, mode=mode)
-    return F.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride).mT

@@ -29,8 +29,8 @@ _fastest_here: dict[object, RunForm] = {}
 
 
 def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quiet: bool = False) -> int:
-    """Choose how the coded linear layers and tied heads of ``model`` multiply. What is stored stays as it is, bit for
-    bit: for ``save``, ``restore_`` and training.
+    """Choose how the coded linear layers, convolutions and tied heads of ``model`` multiply. What is stored stays as it
+    is, bit for bit: for ``save``, ``restore_`` and training.
 
     | form | multiplies by | memory beside the codes, bytes a number |
     | --- | --- | --- |
@@ -48,9 +48,9 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
 
     A form is made at the first call. Graphs for files (export, ONNX), graphs of ``torch.compile`` with gradients or
     autocast, and calls whose gradients reach the codes' scales use the codes in every form, and int8 refuses such
-    gradients; call a model under ``torch.inference_mode()`` to run it. Embeddings decode the rows that are asked for,
-    and keep up to 8 MB of them in all forms but "compact". Layers of floating-point factors are multiplied by as they
-    are.
+    gradients; call a model under ``torch.inference_mode()`` to run it. In int8 a convolution multiplies patches of
+    its image (``docs/matrix-and-layers.md``). Embeddings decode the rows that are asked for, and keep up to 8 MB of
+    them in all forms but "compact". Layers of floating-point factors are multiplied by as they are.
 
     "auto" chooses the fastest form on this machine, of those that lose at most ``most_loss`` more than "dense". What
     forms lose is measured by ``kflats compress`` and ``kflats compare --card``, and is read from the folder that

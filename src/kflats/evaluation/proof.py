@@ -155,7 +155,7 @@ class Proof:
         footprints: memory and time to the first output of both in fresh processes; None: not measured.
         latencies: of the original, of the original in bfloat16, and of the compressed model, for each shape.
         untimed: why some of them are missing.
-        forms: what the compressed model loses in each run-time form; none without coded linear layers.
+        forms: what the compressed model loses in each run-time form; none without coded layers that multiply.
     """
 
     outputs: Outputs

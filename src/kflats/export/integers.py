@@ -27,7 +27,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.release import needed
 from kflats.matrices.base import Matrix
 from kflats.matrices.coded import from_integers
-from kflats.matrices.layers import FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredHead, FactoredLinear
 from kflats.matrices.running import RoundedMatrix
 from kflats.model.swap import Swaps
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
@@ -164,7 +164,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         run: runs ``model`` once, with any inputs.
 
     Returns:
-        The names of layers that multiply by floats as before: factored ones without codes, and convolutions.
+        The names of layers that multiply by floats as before: factored ones without codes, and all convolutions.
 
     Raises:
         KflatsError: a weight with NaN or infinity.
@@ -200,7 +200,8 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         joint = Joint([RoundedMatrix.of(matrix, scales, WEIGHT_LIMIT) for matrix, _ in found.values()], shared)
         for index, name in enumerate(found):
             layers[name].register_module("recorded", Integers(joint, index))
-    return (*floats, *(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)))
+    others = nn.Linear | nn.Conv2d | FactoredConv2d
+    return (*floats, *(name for name, module in model.named_modules() if isinstance(module, others)))
 
 
 def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -538,7 +538,7 @@ def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run
     Args:
         folder: as kflats wrote it.
         losses: of the forms that were measured.
-        run_as: of all coded linear layers and tied heads; None: as it is.
+        run_as: of all coded linear layers, convolutions and tied heads; None: as it is.
     """
     path = weights_folder(folder) / "config.json"
     with manifest_follows(Path(folder), path.relative_to(folder).as_posix()), replaced(path) as aside:
@@ -546,7 +546,7 @@ def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run
         note = config["quantization_config"]
         note[LOSSES] = [asdict(one) for one in losses]
         for place in (place for module in note["modules"].values() for place in module["places"]):
-            if run_as is not None and place["role"] in ("linear", "conv1d", "head"):
+            if run_as is not None and place["role"] in ("linear", "conv1d", "conv2d", "head"):
                 place["run_as"] = run_as
         aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -73,6 +73,10 @@ class Matrix(nn.Module):
     def dense(self) -> Tensor:
         """The whole (n, d) matrix, for tests, export and error reports."""
 
+    def factors(self) -> tuple[Tensor, ...]:
+        """(n, r) and (r, d), whose product is M; (M,) of a matrix that is no such pair."""
+        return (self.dense(),)
+
     @abstractmethod
     def spec(self) -> JsonObject:
         """JSON-able geometry: with it ``matrix_from_spec`` builds an empty matrix of the same shapes."""

@@ -409,6 +409,8 @@ class CodedMatrix(Matrix):
         """As ``Matrix.dense``: every tile decoded in float32 and returned in the stored type."""
         self._check_ready()
         dtype = self.weight.dtype
+        if is_exporting():
+            return self._recorded_rows(torch.arange(self.shape[0], device=self.position.device), dtype)
         parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
         return torch.cat(parts).index_select(0, self.position)
 

@@ -27,11 +27,12 @@ from kflats.common.run_forms import RunForm
 from kflats.common.schema import JsonObject
 from kflats.common.torch_settings import one_thread
 from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
+from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.integer_kernels import INTEGER_DEVICES
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
-from kflats.matrices.running import IntegerProduct, Product, check_width
+from kflats.matrices.running import DenseProduct, IntegerProduct, Product, check_width
 
 
 class HoldsMatrix(ABC):
@@ -564,21 +565,67 @@ def check_matrix_rows(matrix_rows: str) -> None:
         )
 
 
-CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind, DenseMatrix.kind)  # kinds of matrices that can be a kernel
+CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind, DenseMatrix.kind, CodedMatrix.kind)
+"""Kinds of matrices that can be a kernel."""
+_UNFOLDED = 2**23
+"""Numbers of the patches that are multiplied at a time."""
 
 
-class FactoredConv2d(HoldsMatrix, nn.Module):
-    """An ``nn.Conv2d`` whose kernel is a Matrix: a convolution of r outputs, then 1 x 1 to all outputs.
+@dataclass(frozen=True)
+class Patches:
+    """The parts of an image that a convolution multiplies by its kernel, so that it is a product with a matrix.
 
-        out = conv1x1(conv(x; A), B) + bias,     kernel.flatten(1).T = M = A B,   A (in * kh * kw, r),  B (r, out)
+    ``kernel``, ``stride``, ``dilation``: (height, width). ``margins``: on each side, in the order of
+    ``torch.nn.functional.pad``. ``mode``: as ``padding_mode`` of ``nn.Conv2d``.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    margins: tuple[int, ...]
+    mode: str
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d) -> Patches:
+        """Those of ``layer``."""
+        # torch's own list for F.pad: "same" and asymmetric paddings are worked out in it.
+        margins = tuple(layer._reversed_padding_repeated_twice)
+        return cls(layer.kernel_size, layer.stride, layer.dilation, margins, layer.padding_mode)
+
+    def sizes(self, height: int, width: int) -> tuple[int, int]:
+        """How many patches lie below each other, and side by side, in an image of this size."""
+        left, right, top, bottom = self.margins
+        sides = (height + top + bottom, width + left + right)
+        high, wide = (
+            (side - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, stride, dilation in zip(sides, self.kernel, self.stride, self.dilation, strict=True)
+        )
+        return high, wide
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(b, in, height, width) -> (b, patches, in * kh * kw), row by row of the image."""
+        mode = "constant" if self.mode == "zeros" else self.mode
+        padded = F.pad(x, self.margins, mode=mode)
+        return F.unfold(padded, self.kernel, dilation=self.dilation, stride=self.stride).mT
+
+
+class FactoredConv2d(_Multiplies, nn.Module):
+    """An ``nn.Conv2d`` whose kernel is a Matrix, ``kernel.flatten(1).T = M``.
+
+    Of a low-rank pair M = A B, A (in * kh * kw, r), B (r, out), it is a convolution of r outputs, then 1 x 1 to all:
+
+        out = conv1x1(conv(x; A), B) + bias
 
     Stride, padding (every ``padding_mode``) and dilation belong to the first of the two. It costs
-    r (in kh kw + out) multiplications a pixel instead of in kh kw out, and is exact for M of rank r.
+    r (in kh kw + out) multiplications a pixel instead of in kh kw out, and is exact for M of rank r. A matrix of codes
+    is one convolution by its decoded kernel. In the run-time form int8, and in graphs of ``torch.compile``, it is a
+    product with patches of the image, which take kh kw times the memory of the image; outside of graphs a few images
+    at a time.
 
     Args:
-        matrix: (in * kh * kw, out), or its transpose with ``matrix_rows="out_features"``; a LowRankMatrix or an
-            InterpolativeMatrix, or a DenseMatrix, which is one convolution as before. Flats need every patch of the
-            image as a row: they are refused.
+        matrix: (in * kh * kw, out), or its transpose with ``matrix_rows="out_features"``; a LowRankMatrix, an
+            InterpolativeMatrix, a CodedMatrix, or a DenseMatrix, which is one convolution as before. Flats in
+            floating-point numbers need every patch of the image as a row: they are refused.
         like: the layer to stand in for; its geometry is read, its tensors are not.
         bias: (out,).
         matrix_rows: "in_features" (rows of M are the numbers of a patch, channel by channel) or "out_features".
@@ -611,10 +658,10 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         self.kernel_size, self.stride = like.kernel_size, like.stride
         self.padding, self.dilation = like.padding, like.dilation
         self.groups, self.padding_mode = 1, like.padding_mode
-        # torch's own layout for F.pad: "same" and asymmetric paddings are worked out in it.
-        self._margins: list[int] = list(like._reversed_padding_repeated_twice)
-        expected = (self.in_channels * self.kernel_size[0] * self.kernel_size[1], self.out_channels)
-        if (matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]) != expected:
+        self._patches = Patches.of(like)
+        self.in_features, self.out_features = self.in_channels * math.prod(self.kernel_size), self.out_channels
+        expected = (self.in_features, self.out_features)
+        if (matrix.shape[::-1] if self.transposed else matrix.shape) != expected:
             raise KflatsError(
                 f"a matrix of shape {matrix.shape} cannot be the kernel of {like}",
                 cause=f"its shape must be {expected} with inputs as rows, or the reverse with outputs as rows",
@@ -628,6 +675,11 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         """As for other layers."""
         return "conv2d"
 
+    @property
+    def transposed(self) -> bool:
+        """As for linear layers, of patches."""
+        return self.matrix_rows == "out_features"
+
     def settings(self) -> JsonObject:
         """As for other layers, with the shape of the kernel."""
         return super().settings() | {"kernel": [self.in_channels, *self.kernel_size]}
@@ -638,7 +690,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
 
     def give_back_(self, shell: nn.Module, table: nn.Parameter) -> None:
         """As for other layers. torch stores M.T, with the numbers of a patch on axes of their own."""
-        held = table.detach().T if self.matrix_rows == "in_features" else table.detach()
+        held = table.detach() if self.transposed else table.detach().T
         kernel = held.reshape(self.dense_shape).contiguous()
         shell._parameters["weight"] = nn.Parameter(kernel, requires_grad=table.requires_grad)
         shell._parameters["bias"] = None if self.gained_bias else self.bias
@@ -650,27 +702,53 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
-        matrix = self.matrix
         if not _is_traced(x):
             _check_floats(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if isinstance(matrix, DenseMatrix):
-            kernel = matrix.weight.T if self.matrix_rows == "in_features" else matrix.weight
-            return self._convolved(x, kernel.to(x.dtype), bias)
-        left, right = (factor.to(x.dtype) for factor in cast(LowRankMatrix | InterpolativeMatrix, matrix).factors())
-        if left.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
-            left, right = F.pad(left, (0, 1)), F.pad(right, (0, 0, 0, 1))
-        thin, mixing = (left.T, right.T) if self.matrix_rows == "in_features" else (right, left)
-        # At every pixel the (out, r) mixing matrix times the r channels of the thin convolution.
-        return F.conv2d(self._convolved(x, thin, None), mixing[:, :, None, None], bias)
+        matrix = self.matrix
+        as_integers = self.run_form == "int8" and matrix.has_integers and not is_recording()
+        if as_integers or (is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type)):
+            return self._by_patches(x)
+        product, traced = self._convolutions(x), _is_traced(x) or is_recording()
+        pixels = 0 if traced else x.numel() // max(1, self.in_channels)
+        return product.by((self._convolved, _mixed), x, self.bias, rows=pixels, channels=-3)
+
+    def _convolutions(self, x: Tensor) -> DenseProduct:
+        """The kernel, (out, in * kh * kw), or those of a pair: the thin one, and that of 1 x 1."""
+        matrix = self.matrix
+        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
+        kept = None if learns or is_recording() or _is_traced(x) else self._product(x.dtype, x.device)
+        if isinstance(kept, DenseProduct):
+            factors = kept.factors
+        else:
+            own = [factor.to(x.dtype) for factor in matrix.factors()]
+            factors = tuple(own[::-1] if self.transposed else (factor.T for factor in own))
+        if len(factors) == 2 and factors[0].shape[0] == 0:
+            # torch has no convolution of no outputs: one that is zero stands for it.
+            factors = (F.pad(factors[0], (0, 0, 0, 1)), F.pad(factors[1], (0, 1)))
+        return DenseProduct(factors)
 
     def _convolved(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._margins, mode=self.padding_mode), (0, 0)
+            x, padding = F.pad(x, self._patches.margins, mode=self.padding_mode), (0, 0)
         kernel = kernel.reshape(-1, self.in_channels, *self.kernel_size)
         return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
+
+    def _by_patches(self, x: Tensor) -> Tensor:
+        """As ``forward``: the product with all patches, outside of graphs of a few images at a time."""
+        images = x if x.ndim == 4 else x.unsqueeze(0)
+        high, wide = self._patches.sizes(*images.shape[2:])
+        most = max(1, _UNFOLDED // max(1, high * wide * self.in_features))
+        parts = (images,) if is_recording() else images.split(most)
+        rows = [self.times(self._patches(part), self.bias) for part in parts]
+        out = (rows[0] if len(rows) == 1 else torch.cat(rows)).mT.reshape(-1, self.out_channels, high, wide)
+        return out if x.ndim == 4 else out.squeeze(0)
 
     def extra_repr(self) -> str:
         """The sizes that ``print(model)`` shows."""
         return f"{super().extra_repr()}, kernel_size={self.kernel_size}, stride={self.stride}"
+
+
+def _mixed(x: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
+    """At every pixel the (out, r) mixing matrix times the r channels of the thin convolution."""
+    return F.conv2d(x, factor[:, :, None, None], bias)

@@ -19,9 +19,10 @@ of cosine, for the matrix has 8 bits. To subtract the mean of the inputs first, 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ _ROWS = 4
 """Rows from which on that pays."""
 
 
+Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Inputs, a factor (out, in), and a bias (out,) -> their product."""
+
+
 class Product(Protocol):
     """A matrix that is ready to multiply."""
 
@@ -55,16 +60,34 @@ class DenseProduct:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. In another type than x's the bias is added after, unrounded."""
+        return self.by((F.linear, F.linear), x, bias, rows=x.numel() // max(1, x.shape[-1]))
+
+    def by(
+        self, operators: Sequence[Operator], x: Tensor, bias: Tensor | None, *, rows: int, channels: int = -1
+    ) -> Tensor:
+        """``x`` through all factors, by an operator for each.
+
+        Args:
+            operators: each gives the product with a factor, plus a bias where there is one.
+            rows: how many vectors each factor is multiplied by; 0 where this is not known.
+            channels: the dimension of outputs.
+        """
         *first, last = self.factors
-        own = last.dtype == x.dtype
+        if _widens(last, rows):
+            operators = [_in_float32(multiply, channels) for multiply in operators]
+        own, multiply = last.dtype == x.dtype, operators[len(first)]
         out = x if own else x.to(last.dtype)
-        linear = _linear_in_float32 if _widens(last, x.numel() // max(1, x.shape[-1])) else F.linear
-        for factor in first:
-            out = linear(out, factor)
+        for factor, before in zip(first, operators, strict=False):
+            out = before(out, factor, None)
         if own:
-            return linear(out, last, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
-        out = linear(out, last)
-        return out.to(x.dtype) if bias is None else out.to(x.dtype).add_(bias)
+            return multiply(out, last, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        out = multiply(out, last, None).to(x.dtype)
+        return out if bias is None else out.add_(_along(bias, channels))
+
+
+def _along(bias: Tensor, channels: int) -> Tensor:
+    """(out,) of such a shape that it is added along the dimension ``channels``, counted from the end."""
+    return bias.view(-1, *(1,) * (-1 - channels))
 
 
 def _widens(factor: Tensor, rows: int) -> bool:
@@ -79,12 +102,16 @@ def _lacks_bfloat16() -> bool:
     return x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
-def _linear_in_float32(x: Tensor, factor: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of bfloat16: the same numbers, multiplied and summed in float32, and rounded at the end."""
-    wide, rows = x.to(torch.float32), max(1, _WIDENED // max(1, factor.shape[1]))
-    parts = [F.linear(wide, part.to(torch.float32)) for part in factor.split(rows)]
-    out = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-    return (out if bias is None else out.add_(bias)).to(torch.bfloat16)
+def _in_float32(multiply: Operator, channels: int) -> Operator:
+    """The product of bfloat16 with the same numbers, multiplied and summed in float32, and rounded at the end."""
+
+    def product(x: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
+        wide, rows = x.to(torch.float32), max(1, _WIDENED // max(1, factor.shape[1]))
+        parts = [multiply(wide, part.to(torch.float32), None) for part in factor.split(rows)]
+        out = torch.cat(parts, dim=channels) if len(parts) > 1 else parts[0]
+        return (out if bias is None else out.add_(_along(bias, channels))).to(torch.bfloat16)
+
+    return product
 
 
 def evening_scales(weight: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ def swap_described_(swaps: Swaps, weight: Weight, module: Module, matrix: Matrix
     swaps.swap_(weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales)
     for place in module.places:
         for name in spellings(model, place.name):
-            if isinstance(layer := submodule(model, name), FactoredLayer) and layer.role != "conv2d":
+            if isinstance(layer := submodule(model, name), FactoredLayer):
                 layer.run_form = place.run_as
 
 

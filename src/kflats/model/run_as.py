@@ -5,23 +5,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from torch import nn
 
 from kflats.common.errors import KflatsWarning
 from kflats.common.run_forms import FormLoss, RunForm, check_run_form
 from kflats.common.schema import decode
-from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix
 from kflats.model.weights import described_models, factored_layers
+
+_Multiplying: TypeAlias = FactoredLinear | FactoredHead | FactoredConv2d
 
 LOSSES = "forms"
 """The entry of a folder's description that holds what forms lose."""
 
 
 def set_run_form_(model: nn.Module, form: RunForm) -> int:
-    """The form of all coded linear layers and tied heads is ``form``; returns how many layers these are. Embeddings
-    keep rows in all forms but "compact".
+    """The form of all coded linear layers, convolutions and tied heads is ``form``; returns how many layers these are.
+    Embeddings keep rows in all forms but "compact".
 
     Raises:
         KflatsError: an unknown form.
@@ -51,7 +54,7 @@ def warn_without_effect(model: nn.Module, form: RunForm) -> None:
         warnings.warn(KflatsWarning(f"the run-time form {form} changes nothing, {why}"), stacklevel=3)
 
 
-def coded_layers(model: nn.Module) -> list[FactoredLinear | FactoredHead]:
+def coded_layers(model: nn.Module) -> list[_Multiplying]:
     """The layers whose form makes a difference."""
     return [layer for layer in _multiplying(model) if layer.matrix.kind == CodedMatrix.kind]
 
@@ -74,10 +77,9 @@ def forget_losses_(model: nn.Module) -> None:
         part.config.quantization_config = {key: value for key, value in note.items() if key != LOSSES}
 
 
-def _with_forms(model: nn.Module) -> list[FactoredLinear | FactoredHead | FactoredEmbedding]:
-    kinds = (FactoredLinear, FactoredHead, FactoredEmbedding)
-    return [layer for _, layer in factored_layers(model) if isinstance(layer, kinds)]
+def _with_forms(model: nn.Module) -> list[_Multiplying | FactoredEmbedding]:
+    return [layer for _, layer in factored_layers(model) if isinstance(layer, _Multiplying | FactoredEmbedding)]
 
 
-def _multiplying(model: nn.Module) -> list[FactoredLinear | FactoredHead]:
-    return [layer for _, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)]
+def _multiplying(model: nn.Module) -> list[_Multiplying]:
+    return [layer for _, layer in factored_layers(model) if isinstance(layer, _Multiplying)]

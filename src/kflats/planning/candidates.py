@@ -148,7 +148,7 @@ class WeightCandidates:
         """The decision for the chosen candidate."""
         item = self.item
         if choice.option is None:
-            coded = (item.recipe.is_coded or item.recipe.chooses) and item.weight.places[0].role != "conv2d"
+            coded = item.recipe.is_coded or item.recipe.chooses
             stored = "codes" if coded else "factors"
             return item.left_dense(f"dense: {stored} of it would lose more than they save elsewhere")
         chosen = self.candidates[choice.option]
@@ -225,7 +225,7 @@ def candidates(
     """Ways to store ``table`` by the codec of ``recipe``, or by all codecs if its method chooses.
 
     Args:
-        pairs_only: without integers and without several flats, because a convolution becomes two convolutions.
+        pairs_only: without several flats of floating-point numbers, because a convolution becomes two convolutions.
         own_type: where the method chooses, with the table's own floating-point type in place of float16.
 
     >>> import torch
@@ -247,7 +247,7 @@ def candidates(
     listed = [
         candidate
         for one in ways
-        if not (pairs_only and (one.is_coded or one.method.produces == "clusters"))
+        if not (pairs_only and one.method.produces == "clusters" and not one.is_coded)
         and table.weighting.kinds <= one.codec.accepts(one.method)
         for candidate in one.codec.candidates(one.method, table)
     ]

@@ -151,11 +151,11 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         raise KflatsError(
             f'matrix_rows="out_features" is not possible for {weight.name!r}', hint='matrix_rows="in_features"'
         )
-    if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
+    if role == "conv2d" and recipe.method.produces == "clusters" and not recipe.is_coded:
         raise KflatsError(
-            f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
+            f"{brief(recipe.method)} cannot be used for {weight.name!r}",
             cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
-            hint="SVD() with Float()",
+            hint="SVD(), or a codec such as Transform()",
         )
     judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
     if refused := _refused_kinds(recipe, weight):

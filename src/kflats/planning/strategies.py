@@ -118,7 +118,7 @@ def fixed_decision(item: WeightCosts, data: CalibrationData, bits: float = 8.0) 
         codec = Integer(8) if bits >= 4 else Integer(4, group=64)
         rounded = Recipe(KeepDense(), codec=codec)
         nbytes = codec.fixed_bytes(rounded.method, weight.shape, item.itemsize) or item.dense
-        if recipe.chooses and weight.places[0].role != "conv2d" and nbytes < item.dense:
+        if recipe.chooses and nbytes < item.dense:
             return item.decided(rounded, nbytes, f"{codec.bits} bits: {_NO_SIGNAL}")
         return item.left_dense(f"dense: {_NO_SIGNAL}")
     return None

@@ -32,7 +32,7 @@ from kflats.evaluation.running import (
 )
 from kflats.matrices.coded import CodedMatrix
 from kflats.model.weights import factored_layers
-from kflats.tasks.batches import Examples, Feature, collate, feature_batches, uncollate
+from kflats.tasks.batches import Examples, Feature, collate_features, feature_batches, uncollate
 from kflats.tasks.scoring import score_features
 from kflats.tasks.task import head_of
 
@@ -308,7 +308,7 @@ class TrainingData:
 
     def batch(self, rows: Sequence[Feature]) -> dict[str, Tensor]:
         """One batch of ``rows``, for the data loader."""
-        return collate(rows, self.padding_id)
+        return collate_features(rows, self.padding_id)
 
     @property
     def digest(self) -> str:
@@ -355,7 +355,7 @@ def batch_training_data(
             total, device = 0.0, device_of(candidate)
             with evaluating(candidate), torch.no_grad():
                 for _, part in feature_batches(eval_rows, _EVALUATION_BATCH):
-                    total += len(part) * float(objective(candidate, collate(part, padding_id, device)))
+                    total += len(part) * float(objective(candidate, collate_features(part, padding_id, device)))
             return total / len(eval_rows)
 
     rows = tuple(uncollate(batches))

@@ -44,7 +44,7 @@ from kflats.recover.problem import (
     task_training_data,
     unchanged_on_failure,
 )
-from kflats.tasks.batches import collate, features, load_examples, text_features
+from kflats.tasks.batches import collate_features, features, load_examples, text_features
 from kflats.tasks.task import Task, check_head, find_task
 
 RECOVERY_FILE = "kflats_recovery.json"
@@ -334,7 +334,7 @@ def _text_batches(
     if len(texts) < 10:
         raise KflatsError(f"training on fewer than 10 texts ({len(texts)}) is not supported", hint="at least 10 texts")
     padding_id = pad_id(tokenizer, model)
-    batches = [collate([row], padding_id) for row in text_features(texts, tokenizer, max_length, model)]
+    batches = [collate_features([row], padding_id) for row in text_features(texts, tokenizer, max_length, model)]
     return [batch for i, batch in enumerate(batches) if i % 10], batches[::10]
 
 

@@ -260,7 +260,7 @@ def task_batches(
     """
     rows = features(load_examples(task, split, task_data), tokenizer, max_length, limit=limit, model=model, seed=seed)
     padding_id = pad_id(tokenizer, model)
-    return [collate(part, padding_id) for _, part in feature_batches(rows, batch)]
+    return [collate_features(part, padding_id) for _, part in feature_batches(rows, batch)]
 
 
 def features(
@@ -316,10 +316,12 @@ def text_features(
     return [Feature({"input_ids": row}) for row in tokenize_texts(tokenizer, texts, max_length, model)]
 
 
-def collate(rows: Sequence[Feature], padding_id: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def collate_features(
+    rows: Sequence[Feature], padding_id: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """One batch, padded at the right: ids with ``padding_id``, types with 0, labels with -100.
 
-    >>> collate([Feature({"input_ids": [5, 6]}, 1), Feature({"input_ids": [7]}, 0)])["attention_mask"].tolist()
+    >>> collate_features([Feature({"input_ids": [5, 6]}, 1), Feature({"input_ids": [7]}, 0)])["attention_mask"].tolist()
     [[1, 1], [1, 0]]
     """
     batch = padded_batch([row.inputs for row in rows], padding_id, device)

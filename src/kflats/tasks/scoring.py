@@ -32,7 +32,7 @@ from kflats.evaluation.running import Batch, check_finite, device_of, encode, ev
 from kflats.io import load_model, resolve_model
 from kflats.io.static import StaticModel
 from kflats.report.report import stored_bytes, stored_tensors
-from kflats.tasks.batches import Examples, Feature, collate, feature_batches, features, load_examples
+from kflats.tasks.batches import Examples, Feature, collate_features, feature_batches, features, load_examples
 from kflats.tasks.task import Task, check_head, find_task
 
 
@@ -366,7 +366,7 @@ def _outputs(model: nn.Module, rows: Sequence[Feature], padding_id: int, batch: 
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     with evaluating(model), torch.inference_mode():
         for places, part in feature_batches(rows, batch):
-            inputs = collate(part, padding_id, device_of(model))
+            inputs = collate_features(part, padding_id, device_of(model))
             inputs.pop("labels", None)
             logits = model(**inputs).logits.float().cpu()
             check_finite(logits)
@@ -380,7 +380,7 @@ def _losses(model: nn.Module, rows: Sequence[Feature], padding_id: int, batch: i
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(model), torch.inference_mode():
         for _, part in feature_batches(rows, batch):
-            inputs = collate(part, padding_id, device_of(model))
+            inputs = collate_features(part, padding_id, device_of(model))
             labels = inputs.pop("labels")
             logits, labels = model(**inputs).logits[:, :-1], labels[:, 1:]
             known = labels != IGNORED
@@ -403,7 +403,7 @@ def _costs(
     def drawn(number: int) -> dict[str, Tensor]:
         """Examples of one turn; others in each, because lookups keep rows of tokens that were read."""
         places = torch.randperm(len(others), generator=torch.Generator().manual_seed(number))[: _TIMED - 1].tolist()
-        batch = collate([*(others[place] for place in places), longest], padding_id, device)
+        batch = collate_features([*(others[place] for place in places), longest], padding_id, device)
         batch.pop("labels", None)
         return batch
 
