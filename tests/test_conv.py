@@ -168,6 +168,7 @@ def test_types_layouts_and_recording() -> None:
         assert layer(x).dtype == torch.bfloat16
     recorded = torch.export.export(nn.Sequential(layer), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.testing.assert_close(recorded.module()(x[:1].repeat(3, 1, 1, 1)), expected[:1].repeat(3, 1, 1, 1))
+    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(layer))(x), expected)
     layer.matrix.half()  # stored small, computed in the type of what enters
     assert layer(x).dtype == torch.float32
     torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-2)

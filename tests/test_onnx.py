@@ -223,10 +223,14 @@ def test_half_precision_is_recorded_in_float32(tmp_path: Path) -> None:
         torch.testing.assert_close(run(made.path, ids), model.float()(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_any_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["pair", "codes"])
+def test_any_module(tmp_path: Path, kernel: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)).eval()
     swap_(model, find_weight(model, "0"), LowRankMatrix(torch.rand(27, 3), torch.rand(3, 8)))
     swap_(model, find_weight(model, "3"), LowRankMatrix(torch.rand(288, 2), torch.rand(2, 5)))
+    if kernel == "codes":
+        model.insert(0, nn.Conv2d(3, 3, 3, padding=1))
+        swap_(model, find_weight(model, "0"), coded(27, 3))
     made = export_onnx(model, tmp_path / "deep" / "model.onnx", inputs={"input": torch.rand(2, 3, 8, 8)})
     x = torch.rand(7, 3, 8, 8)
     with torch.no_grad():

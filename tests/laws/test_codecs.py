@@ -602,9 +602,8 @@ def test_best_leaves_dense_what_a_large_budget_holds() -> None:
     assert all(decision.recipe.is_dense for decision in made.decisions)
 
 
-@pytest.mark.parametrize("layer", [nn.Embedding(300, 16), nn.Conv2d(8, 16, 3)], ids=str)
-def test_best_keeps_all_numbers_in_half_precision_where_the_budget_holds_them(layer) -> None:
-    model = nn.Sequential(layer)
+def test_best_keeps_all_numbers_in_half_precision_where_the_budget_holds_them() -> None:
+    model = nn.Sequential(nn.Embedding(300, 16))
     made = kflats.plan(model, {"all": Auto()}, keep="50%").decisions[0]
     assert (made.recipe.method, made.recipe.codec) == (KeepDense(), kflats.Float("float16"))
     found = kflats.compress_(model, {"all": Auto()}, keep="50%", quiet=True).weights[0]

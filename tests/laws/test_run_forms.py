@@ -229,8 +229,8 @@ def test_bfloat16_is_the_same_on_cpus_that_multiply_it_in_float32(
     monkeypatch.setattr(running, "_lacks_bfloat16", lambda: lacks)
     monkeypatch.setattr(running, "_WIDENED", 7 * 64)
     widened = []
-    linear = running._linear_in_float32
-    monkeypatch.setattr(running, "_linear_in_float32", lambda *given: widened.append(1) or linear(*given))
+    in_float32 = running._in_float32
+    monkeypatch.setattr(running, "_in_float32", lambda *given: widened.append(1) or in_float32(*given))
     draws = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(20, 64, generator=draws).to(torch.bfloat16), torch.randn(20, generator=draws)
     product = DenseProduct((weight,))

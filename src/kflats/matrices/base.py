@@ -73,9 +73,9 @@ class Matrix(nn.Module):
     def dense(self) -> Tensor:
         """The whole (n, d) matrix, for tests, export and error reports."""
 
-    def factors(self) -> tuple[Tensor, ...]:
-        """(n, r) and (r, d), whose product is M; (M,) of a matrix that is no such pair."""
-        return (self.dense(),)
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """(n, r) and (r, d) in ``dtype``, whose product is M; (M,) of a matrix that is no such pair."""
+        return (self.dense().to(dtype),)
 
     @abstractmethod
     def spec(self) -> JsonObject:

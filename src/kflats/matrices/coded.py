@@ -407,12 +407,15 @@ class CodedMatrix(Matrix):
 
     def dense(self) -> Tensor:
         """As ``Matrix.dense``: every tile decoded in float32 and returned in the stored type."""
+        return self.factors(self.weight.dtype)[0]
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """As ``Matrix.factors``: the matrix itself, decoded."""
         self._check_ready()
-        dtype = self.weight.dtype
         if is_exporting():
-            return self._recorded_rows(torch.arange(self.shape[0], device=self.position.device), dtype)
+            return (self._recorded_rows(torch.arange(self.shape[0], device=self.position.device), dtype),)
         parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
-        return torch.cat(parts).index_select(0, self.position)
+        return (torch.cat(parts).index_select(0, self.position),)
 
     @torch.no_grad()
     def product(self, form: RunForm, dtype: torch.dtype, *, transposed: bool) -> Product | None:

@@ -224,7 +224,7 @@ class _Multiplies(_OneOperator):
                 return multiplied_as_integers(x, bias, self._number, tensors, self.in_features, self.out_features)
             return self._as_operator(x, bias, self.out_features, x.dtype)
         if product is None and not is_recording():
-            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
+            learns = self._learns()
             product = None if learns and self.run_form != "int8" else self._product(x.dtype, x.device)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
@@ -237,6 +237,10 @@ class _Multiplies(_OneOperator):
             return product(x, bias)
         out = matrix.matvec(x) if transposed else matrix.vecmat(x)
         return out if bias is None else out + bias.to(out.dtype)
+
+    def _learns(self) -> bool:
+        """Whether gradients reach the matrix."""
+        return torch.is_grad_enabled() and any(factor.requires_grad for factor in self.matrix.parameters())
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``: ``(*b, in)`` -> ``(*b, out)``."""
@@ -708,24 +712,19 @@ class FactoredConv2d(_Multiplies, nn.Module):
         as_integers = self.run_form == "int8" and matrix.has_integers and not is_recording()
         if as_integers or (is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type)):
             return self._by_patches(x)
-        product, traced = self._convolutions(x), _is_traced(x) or is_recording()
-        pixels = 0 if traced else x.numel() // max(1, self.in_channels)
-        return product.by((self._convolved, _mixed), x, self.bias, rows=pixels, channels=-3)
-
-    def _convolutions(self, x: Tensor) -> DenseProduct:
-        """The kernel, (out, in * kh * kw), or those of a pair: the thin one, and that of 1 x 1."""
-        matrix = self.matrix
-        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-        kept = None if learns or is_recording() or _is_traced(x) else self._product(x.dtype, x.device)
-        if isinstance(kept, DenseProduct):
-            factors = kept.factors
-        else:
-            own = [factor.to(x.dtype) for factor in matrix.factors()]
-            factors = tuple(own[::-1] if self.transposed else (factor.T for factor in own))
-        if len(factors) == 2 and factors[0].shape[0] == 0:
+        kept = None if self._learns() or is_recording() or _is_traced(x) else self._product(x.dtype, x.device)
+        if isinstance(kept, DenseProduct) and len(kept.factors[0]):
+            return kept.by((self._convolved, _mixed), x, self.bias, rows=x.numel() // self.in_channels, channels=-3)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        first, *others = matrix.factors(x.dtype)
+        if not others:
+            return self._convolved(x, first if self.transposed else first.T, bias)
+        left, right = first, others[0]
+        if isinstance(x, Tensor) and matrix.weight.shape[1] == 0:
             # torch has no convolution of no outputs: one that is zero stands for it.
-            factors = (F.pad(factors[0], (0, 0, 0, 1)), F.pad(factors[1], (0, 1)))
-        return DenseProduct(factors)
+            left, right = F.pad(left, (0, 1)), F.pad(right, (0, 0, 0, 1))
+        thin, mixing = (right, left) if self.transposed else (left.T, right.T)
+        return _mixed(self._convolved(x, thin, None), mixing, bias)
 
     def _convolved(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding

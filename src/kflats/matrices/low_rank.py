@@ -132,9 +132,9 @@ class LowRankMatrix(Matrix):
         """U V, in the type of the factors."""
         return self.weight @ self.basis
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """(n, r) and (r, d), whose product is M."""
-        return self.weight, self.basis
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """As ``Matrix.factors``."""
+        return self.weight.to(dtype), self.basis.to(dtype)
 
     def spec(self) -> JsonObject:
         """Kind, shape and rank."""
@@ -225,9 +225,9 @@ class InterpolativeMatrix(Matrix):
         """C [I, T], its columns in their own order."""
         return self._columns(self.weight)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """(n, r) and (r, d), whose product is M."""
-        return self.weight, self._columns(torch.eye(self.weight.shape[1]).to(self.weight))
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """As ``Matrix.factors``."""
+        return self.weight.to(dtype), self._columns(torch.eye(self.weight.shape[1]).to(self.weight)).to(dtype)
 
     def spec(self) -> JsonObject:
         """Kind, shape and rank; the order is a tensor."""

@@ -68,17 +68,19 @@ class DenseProduct:
         """``x`` through all factors, by an operator for each.
 
         Args:
-            operators: each gives the product with a factor, plus a bias where there is one.
-            rows: how many vectors each factor is multiplied by; 0 where this is not known.
+            operators: as many as factors, or more. Each gives the product with a factor, plus a bias where it is given.
+            rows: how many vectors each factor is multiplied by.
             channels: the dimension of outputs.
         """
         *first, last = self.factors
+        used = operators[: len(self.factors)]
         if _widens(last, rows):
-            operators = [_in_float32(multiply, channels) for multiply in operators]
-        own, multiply = last.dtype == x.dtype, operators[len(first)]
+            used = [_in_float32(multiply, channels) for multiply in used]
+        *before, multiply = used
+        own = last.dtype == x.dtype
         out = x if own else x.to(last.dtype)
-        for factor, before in zip(first, operators, strict=False):
-            out = before(out, factor, None)
+        for factor, operator in zip(first, before, strict=True):
+            out = operator(out, factor, None)
         if own:
             return multiply(out, last, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
         out = multiply(out, last, None).to(x.dtype)
