@@ -706,15 +706,17 @@ class FactoredConv2d(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
-        if not _is_traced(x):
-            _check_floats(x)
         matrix = self.matrix
-        as_integers = self.run_form == "int8" and matrix.has_integers and not is_recording()
-        if as_integers or (is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type)):
+        if isinstance(x, Tensor) and not is_recording():
+            _check_floats(x)
+            if self.run_form == "int8" and matrix.has_integers:
+                return self._by_patches(x)
+            kept = None if self._learns() else self._product(x.dtype, x.device)
+            if isinstance(kept, DenseProduct) and kept.factors[0].shape[0]:
+                return kept.by((self._convolved, _mixed), x, self.bias, rows=x.numel() // self.in_channels, channels=-3)
+        elif is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
+            _check_floats(x)
             return self._by_patches(x)
-        kept = None if self._learns() or is_recording() or _is_traced(x) else self._product(x.dtype, x.device)
-        if isinstance(kept, DenseProduct) and len(kept.factors[0]):
-            return kept.by((self._convolved, _mixed), x, self.bias, rows=x.numel() // self.in_channels, channels=-3)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         first, *others = matrix.factors(x.dtype)
         if not others:
