@@ -19,6 +19,7 @@ from kflats.codecs import Feedback, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
 from kflats.importance import KroneckerFisher
+from kflats.io.saving import note_losses_
 from kflats.matrices import layers
 from kflats.matrices.layers import FactoredConv2d
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
@@ -192,23 +193,121 @@ def test_codes_are_the_convolution_of_their_matrix_in_every_form(geometry: dict[
                 assert (out - wanted).norm() < far * wanted.norm(), form
 
 
-def test_integers_multiply_a_few_images_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("numbers", "rows"), [(2 * 54 * 30, [60, 60, 30]), (54 * 10, [10, 10, 10] * 5), (1, [5] * 30)])
+def test_integers_multiply_some_images_or_rows_at_a_time(
+    numbers: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = coded(nn.Conv2d(6, 16, 3, stride=2, padding=1), CODES["8 bits"])
     x = torch.randn(5, 6, 12, 10)
     layer.run_form = "int8"
     with torch.no_grad():
         whole = layer(x)
-        monkeypatch.setattr(layers, "_UNFOLDED", 2 * 54 * 30)
+        monkeypatch.setattr(layers, "_UNFOLDED", numbers)
         calls: list[int] = []
         times = FactoredConv2d.times
 
         def counted(self: FactoredConv2d, x: Tensor, bias: Tensor | None) -> Tensor:
-            calls.append(len(x))
+            calls.append(x.shape[:-1].numel())
             return times(self, x, bias)
 
         monkeypatch.setattr(FactoredConv2d, "times", counted)
-        assert torch.equal(layer(x), whole)
-    assert calls == [2, 2, 1]
+        torch.testing.assert_close(layer(x), whole)
+    assert calls == rows
+
+
+@pytest.mark.parametrize("form", ["dense", "compact", "bfloat16", "int8"])
+def test_outputs_of_codes_lie_in_memory_as_those_of_torch(form: RunForm) -> None:
+    """Models flatten them with ``view``."""
+    conv = nn.Conv2d(6, 16, 3, padding=1)
+    layer = coded(conv, CODES["8 bits"])
+    layer.run_form = form
+    with torch.no_grad():
+        for x in (torch.randn(2, 6, 8, 8), torch.randn(1, 6, 8, 8), torch.randn(6, 8, 8), torch.randn(0, 6, 8, 8)):
+            assert layer(x).stride() == conv(x).stride()
+            assert layer(x).shape == conv(x).shape
+        last = torch.randn(2, 6, 8, 8).to(memory_format=torch.channels_last)
+        assert layer(last).stride() == conv(last).stride()
+        for given in (torch.randn(2, 6, 16, 16)[:, :, ::2, ::2], torch.randn(2, 8, 8, 6).permute(0, 3, 1, 2)):
+            torch.testing.assert_close(layer(given), layer(given.contiguous()))
+
+
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_a_geometry_that_the_model_changes_is_followed(form: RunForm) -> None:
+    """Models turn strides into dilation after they were built."""
+    for change in (
+        {"padding": (2, 2), "dilation": (2, 2)},
+        {"stride": (1, 1)},
+        {"padding": 2, "dilation": 2, "stride": 1},
+    ):
+        conv = nn.Conv2d(6, 16, 3, stride=2, padding=1)
+        for key, value in change.items():
+            setattr(conv, key, value)
+        layer = coded(conv, CODES["8 bits"])
+        later = coded(nn.Conv2d(6, 16, 3, stride=2, padding=1), CODES["8 bits"])
+        for key, value in change.items():
+            setattr(later, key, value)
+        x = torch.randn(2, 6, 12, 10)
+        for made in (layer, later):
+            made.run_form = form
+            with torch.no_grad():
+                expected = decoded(conv, made)(x)
+                assert (made(x) - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("form", ["dense", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_codes_meet_inputs_of_other_types(form: RunForm, dtype: torch.dtype) -> None:
+    conv = nn.Conv2d(6, 16, 3, padding=1)
+    layer = coded(conv, CODES["8 bits"])
+    layer.run_form = form
+    x = torch.randn(2, 6, 8, 8)
+    with torch.no_grad():
+        expected = decoded(conv, layer)(x)
+        out = layer.to(dtype)(x.to(dtype))
+        assert out.dtype == dtype
+        assert (out.float() - expected).norm() < 0.03 * expected.norm()
+        if form == "dense":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert layer.float()(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_wrong_images_are_refused(form: RunForm) -> None:
+    layer = coded(nn.Conv2d(6, 16, 3), CODES["8 bits"])
+    layer.run_form = form
+    error = (RuntimeError, KflatsError) if form == "dense" else KflatsError  # torch's convolution says it itself
+    with torch.no_grad():
+        for shape in ((2, 5, 8, 8), (8, 8), (1, 2, 6, 8, 8), (2, 6, 2, 8), (2, 6, 8, 2)):
+            with pytest.raises(error):
+                layer(torch.randn(shape))
+        with pytest.raises(KflatsError, match=r"int64 are not supported"):
+            layer(torch.ones(2, 6, 8, 8, dtype=torch.int64))
+    layer.run_form = "int8"
+    with (
+        torch.no_grad(),
+        pytest.raises(KflatsError, match=r"\(2, 5, 8, 8\) do not fit a convolution of 6 channels by a .* 3 x 3"),
+    ):
+        layer(torch.randn(2, 5, 8, 8))
+
+
+def test_a_bias_that_learns_beside_frozen_codes() -> None:
+    conv = nn.Conv2d(6, 16, 3)
+    layer = coded(conv, CODES["8 bits"])
+    x = torch.randn(2, 6, 8, 8)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(parameter is layer.bias)
+    for form in ("dense", "int8"):
+        layer.run_form = form
+        layer.zero_grad()
+        layer(x).sum().backward()
+        torch.testing.assert_close(layer.bias.grad, torch.full((16,), 2.0 * 36))
+    assert layer._ready is not None  # nothing was decoded in these calls
+    layer.run_form = "int8"
+    with pytest.raises(KflatsError, match="gradients are not supported with the run-time form int8"):
+        layer(x.requires_grad_())
+    layer.run_form = "dense"
+    layer(x).square().sum().backward()
+    assert x.grad is not None
 
 
 def test_gradients_reach_the_scales_of_codes_and_not_through_integers() -> None:
@@ -231,16 +330,26 @@ def test_gradients_reach_the_scales_of_codes_and_not_through_integers() -> None:
         layer(x)
 
 
-@pytest.mark.parametrize("form", ["dense", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["dense", "int8", "compact"])
 def test_a_compiled_graph_of_codes_computes_the_same(form: RunForm) -> None:
     layer = coded(nn.Conv2d(6, 16, 3, stride=2, padding=1), CODES["feedback"])
     layer.run_form = form
-    x = torch.randn(2, 6, 9, 7)
-    with torch.no_grad():
-        expected = layer(x)
-        torch.testing.assert_close(
-            torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected, rtol=1e-4, atol=1e-4
-        )
+    model = nn.Sequential(layer, nn.Flatten())
+    run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for x in (
+        torch.randn(2, 6, 9, 7),
+        torch.randn(3, 6, 9, 7),
+        torch.randn(2, 6, 8, 8).to(memory_format=torch.channels_last),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    layer.run_form = "dense"
+    x = torch.randn(2, 6, 9, 7, requires_grad=True)
+    run(x).square().sum().backward()
+    found = x.grad
+    x.grad = None
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", CODES.values(), ids=CODES)
@@ -377,6 +486,24 @@ def test_a_network_in_codes_is_saved_and_loaded(trained: ResNet, tmp_path: Path,
         restore_(model)
         assert type(model.blocks[0].conv1) is nn.Conv2d
         torch.testing.assert_close(model(x), expected)
+
+
+def test_the_form_of_a_folder_is_that_of_its_convolutions(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4)
+    model = transformers.ViTModel(config).eval()
+    kflats.compress_(model, {"conv": CODES["8 bits"]}, keep="45%", quiet=True)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(2, 3, 16, 16)
+    for form in ("int8", "dense"):
+        note_losses_(tmp_path, (), form)
+        loaded = transformers.AutoModel.from_pretrained(tmp_path)
+        layers = [layer for layer in loaded.modules() if isinstance(layer, FactoredConv2d)]
+        assert [layer.run_form for layer in layers] == [form]
+        kflats.run_as_(model, form)
+        with torch.no_grad():
+            assert torch.equal(loaded(x).last_hidden_state, model(x).last_hidden_state)
 
 
 def test_auto_codes_convolutions_with_less_error_than_pairs(trained: ResNet) -> None:

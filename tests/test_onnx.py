@@ -598,12 +598,13 @@ def test_the_runtime_does_not_fuse_sums_with_norms(tmp_path: Path) -> None:
 
 
 def test_what_stays_in_float_is_said(tmp_path: Path) -> None:
-    model = Reads(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 60), nn.Linear(60, 6)).half()
-    swap_(model, find_weight(model, "2"), LowRankMatrix(torch.randn(144, 2), torch.randn(2, 60)))
+    model = Reads(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(144, 60), nn.Linear(60, 6)).half()
+    swap_(model, find_weight(model, "1"), coded(4, 4).half())
+    swap_(model, find_weight(model, "3"), LowRankMatrix(torch.randn(144, 2), torch.randn(2, 60)))
     made = in_integers(model, tmp_path, torch.randn(2, 3, 8, 8).half())
     assert made.notes == (
         "recorded in float32: the model computes in float16",
-        "layers that multiply floats: 2 (2, 0)",
+        "layers that multiply floats: 3 (3, 0, 1)",
     )
     assert [numbers.shape for numbers, _ in factors(made.path)] == [(60, 6)]
 

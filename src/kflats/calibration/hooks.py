@@ -212,7 +212,8 @@ class LayerCall:
             return self.x[start:end]
         step = len(self.x) // self.samples
         assert isinstance(self.module, nn.Conv2d)
-        patches = Patches.of(self.module)(wide(self.x[start * step : end * step]))
+        cut = Patches.of(self.module)
+        patches = cut.inside(cut.padded(wide(self.x[start * step : end * step])))
         return patches.reshape(end - start, -1, patches.shape[-1])
 
 

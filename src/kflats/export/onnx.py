@@ -139,7 +139,7 @@ def export_onnx(
         int8: linear layers and tied heads multiply integers of 8 bits, the inputs of each token rounded; dense tables
             have a byte a number. Choose it for speed on CPUs, where a cosine of about .997 to the same model in float
             is enough (all-MiniLM-L6-v2 in 8 MB: .9973 for sentences, .9967 for paragraphs).
-            It is right on every CPU. Factored layers without codes, and convolutions, stay as they are.
+            It is right on every CPU. Factored layers without codes stay as they are, and convolutions in float.
         tolerance: of the check; by default 1e-4, and .15 with ``int8``.
         force: replace an existing ONNX file, or folder, that kflats wrote.
 

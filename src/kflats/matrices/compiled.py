@@ -33,7 +33,7 @@ class Numbered(Protocol):
     """A layer that graphs call by its number."""
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
-        """``(*b, in)`` inputs, or ``(*b, 1)`` places of rows -> ``(*b, width)``, a new tensor."""
+        """``(*b, in)`` inputs, ``(*b, 1)`` places of rows, or images -> outputs, a new tensor with its own strides."""
 
     def integers(self) -> IntegerProduct | None:
         """The product of the form int8; None where the layer has no such form."""
@@ -56,17 +56,27 @@ def numbered(layer: Numbered) -> Tensor:
 # CUDA graphs would replay its kernels without asking whether scales have changed.
 @torch.library.custom_op("kflats::computed", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def computed(
-    given: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], width: int, dtype: torch.dtype
+    given: Tensor,
+    bias: Tensor | None,
+    layer: Tensor,
+    tensors: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """What the layer of this number computes, in ``dtype``."""
+    """What the layer of this number computes, of this shape, in ``dtype``."""
     return _LAYERS[int(layer)].with_tensors(tensors).computed(given, bias)
 
 
 @computed.register_fake
 def _as_computed(
-    given: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], width: int, dtype: torch.dtype
+    given: Tensor,
+    bias: Tensor | None,
+    layer: Tensor,
+    tensors: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> Tensor:
-    return given.new_empty(*given.shape[:-1], width, dtype=dtype)
+    return given.new_empty(shape, dtype=dtype)
 
 
 def _product(layer: Tensor, tensors: Sequence[Tensor]) -> IntegerProduct:

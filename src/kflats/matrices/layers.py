@@ -160,8 +160,8 @@ class _OneOperator(HoldsMatrix):
         other.__dict__["_matrix"] = matrix
         return other
 
-    def _as_operator(self, given: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
-        out: Tensor = computed(given, bias, self._number, list(self._factors().values()), width, dtype)
+    def _as_operator(self, given: Tensor, bias: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        out: Tensor = computed(given, bias, self._number, list(self._factors().values()), shape, dtype)
         return out
 
     def _factors(self) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ class _Multiplies(_OneOperator):
             ):
                 tensors = list(self._factors().values())
                 return multiplied_as_integers(x, bias, self._number, tensors, self.in_features, self.out_features)
-            return self._as_operator(x, bias, self.out_features, x.dtype)
+            return self._as_operator(x, bias, (*x.shape[:-1], self.out_features), x.dtype)
         if product is None and not is_recording():
             learns = self._learns()
             product = None if learns and self.run_form != "int8" else self._product(x.dtype, x.device)
@@ -239,8 +239,10 @@ class _Multiplies(_OneOperator):
         return out if bias is None else out + bias.to(out.dtype)
 
     def _learns(self) -> bool:
-        """Whether gradients reach the matrix."""
-        return torch.is_grad_enabled() and any(factor.requires_grad for factor in self.matrix.parameters())
+        """Whether gradients reach the matrix, whose table of parameters has the layer's bias too."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(factor.requires_grad for name, factor in self._factors().items() if name != "bias")
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``: ``(*b, in)`` -> ``(*b, out)``."""
@@ -392,7 +394,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
         matrix = self.matrix
         if is_one_operator(matrix):
             dtype = self.table_dtype(matrix.weight.dtype)
-            out = self._as_operator(input.unsqueeze(-1), None, self.embedding_dim, dtype)
+            out = self._as_operator(input.unsqueeze(-1), None, (*input.shape, self.embedding_dim), dtype)
         else:
             out = self._rows(input)
         if self.padding_idx is not None and out.requires_grad:
@@ -590,27 +592,42 @@ class Patches:
     mode: str
 
     @classmethod
-    def of(cls, layer: nn.Conv2d) -> Patches:
-        """Those of ``layer``."""
-        # torch's own list for F.pad: "same" and asymmetric paddings are worked out in it.
-        margins = tuple(layer._reversed_padding_repeated_twice)
-        return cls(layer.kernel_size, layer.stride, layer.dilation, margins, layer.padding_mode)
+    def of(cls, layer: nn.Conv2d | FactoredConv2d) -> Patches:
+        """Those of ``layer`` as it is now: models change its stride, padding and dilation."""
+        kernel, stride, dilation = _pair(layer.kernel_size), _pair(layer.stride), _pair(layer.dilation)
+        if layer.padding_mode != "zeros":
+            # torch reads this list of its own, which it makes once.
+            return cls(kernel, stride, dilation, tuple(layer._reversed_padding_repeated_twice), layer.padding_mode)
+        if layer.padding == "same":
+            whole = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+            ends = [(both // 2, both - both // 2) for both in whole]
+        else:
+            ends = [(end, end) for end in _pair(0 if isinstance(layer.padding, str) else layer.padding)]
+        return cls(kernel, stride, dilation, (*ends[1], *ends[0]), "constant")
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """The height and the width of a patch."""
+        return tuple(step * (size - 1) + 1 for size, step in zip(self.kernel, self.dilation, strict=True))
 
     def sizes(self, height: int, width: int) -> tuple[int, int]:
         """How many patches lie below each other, and side by side, in an image of this size."""
         left, right, top, bottom = self.margins
-        sides = (height + top + bottom, width + left + right)
-        high, wide = (
-            (side - dilation * (kernel - 1) - 1) // stride + 1
-            for side, kernel, stride, dilation in zip(sides, self.kernel, self.stride, self.dilation, strict=True)
-        )
-        return high, wide
+        (high, wide), (down, across) = self.reach, self.stride
+        return (height + top + bottom - high) // down + 1, (width + left + right - wide) // across + 1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def padded(self, x: Tensor) -> Tensor:
+        """(b, in, height, width) with its margins."""
+        return F.pad(x, self.margins, mode=self.mode)
+
+    def inside(self, padded: Tensor) -> Tensor:
         """(b, in, height, width) -> (b, patches, in * kh * kw), row by row of the image."""
-        mode = "constant" if self.mode == "zeros" else self.mode
-        padded = F.pad(x, self.margins, mode=mode)
         return F.unfold(padded, self.kernel, dilation=self.dilation, stride=self.stride).mT
+
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    """(height, width) of a size as ``nn.Conv2d`` takes it."""
+    return (size, size) if isinstance(size, int) else size
 
 
 class FactoredConv2d(_Multiplies, nn.Module):
@@ -622,9 +639,8 @@ class FactoredConv2d(_Multiplies, nn.Module):
 
     Stride, padding (every ``padding_mode``) and dilation belong to the first of the two. It costs
     r (in kh kw + out) multiplications a pixel instead of in kh kw out, and is exact for M of rank r. A matrix of codes
-    is one convolution by its decoded kernel. In the run-time form int8, and in graphs of ``torch.compile``, it is a
-    product with patches of the image, which take kh kw times the memory of the image; outside of graphs a few images
-    at a time.
+    is one convolution by its decoded kernel, and in the run-time form int8 a product with patches of the image, some of
+    them at a time.
 
     Args:
         matrix: (in * kh * kw, out), or its transpose with ``matrix_rows="out_features"``; a LowRankMatrix, an
@@ -662,7 +678,7 @@ class FactoredConv2d(_Multiplies, nn.Module):
         self.kernel_size, self.stride = like.kernel_size, like.stride
         self.padding, self.dilation = like.padding, like.dilation
         self.groups, self.padding_mode = 1, like.padding_mode
-        self._patches = Patches.of(like)
+        self._reversed_padding_repeated_twice = list(like._reversed_padding_repeated_twice)
         self.in_features, self.out_features = self.in_channels * math.prod(self.kernel_size), self.out_channels
         expected = (self.in_features, self.out_features)
         if (matrix.shape[::-1] if self.transposed else matrix.shape) != expected:
@@ -706,24 +722,29 @@ class FactoredConv2d(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
-        matrix = self.matrix
+        if not is_one_operator(self.matrix) or torch.is_autocast_enabled(x.device.type):
+            return self._output(x, self.bias)
+        shape = (*x.shape[:-3], self.out_channels, *self._sizes(x))
+        return self._as_operator(x, self.bias, shape, x.dtype)
+
+    def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """As ``kflats.matrices.compiled.Numbered``."""
+        return self._output(given, bias).contiguous()
+
+    def _output(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(x, Tensor) and not is_recording():
             _check_floats(x)
-            if self.run_form == "int8" and matrix.has_integers:
-                return self._by_patches(x)
+            if self.run_form == "int8" and self.matrix.has_integers:
+                return self._by_patches(x, bias)
             kept = None if self._learns() else self._product(x.dtype, x.device)
             if isinstance(kept, DenseProduct) and kept.factors[0].shape[0]:
-                return kept.by((self._convolved, _mixed), x, self.bias, rows=x.numel() // self.in_channels, channels=-3)
-        elif is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
-            _check_floats(x)
-            return self._by_patches(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        first, *others = matrix.factors(x.dtype)
+                return kept.by((self._convolved, _mixed), x, bias, rows=x.numel() // self.in_channels, channels=-3)
+        bias = None if bias is None else bias.to(x.dtype)
+        first, *others = self.matrix.factors(x.dtype)
         if not others:
             return self._convolved(x, first if self.transposed else first.T, bias)
         left, right = first, others[0]
-        if isinstance(x, Tensor) and matrix.weight.shape[1] == 0:
-            # torch has no convolution of no outputs: one that is zero stands for it.
+        if self._factors()["weight"].shape[1] == 0:  # torch has no convolution of no outputs: a zero stands for it
             left, right = F.pad(left, (0, 1)), F.pad(right, (0, 0, 0, 1))
         thin, mixing = (right, left) if self.transposed else (left.T, right.T)
         return _mixed(self._convolved(x, thin, None), mixing, bias)
@@ -731,19 +752,45 @@ class FactoredConv2d(_Multiplies, nn.Module):
     def _convolved(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._patches.margins, mode=self.padding_mode), (0, 0)
+            x, padding = Patches.of(self).padded(x), (0, 0)
         kernel = kernel.reshape(-1, self.in_channels, *self.kernel_size)
         return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
 
-    def _by_patches(self, x: Tensor) -> Tensor:
-        """As ``forward``: the product with all patches, outside of graphs of a few images at a time."""
-        images = x if x.ndim == 4 else x.unsqueeze(0)
-        high, wide = self._patches.sizes(*images.shape[2:])
+    def _by_patches(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with all patches: of some images at a time, or of some rows of an image."""
+        high, wide = self._sizes(x)
+        patches, images = Patches.of(self), x if x.ndim == 4 else x.unsqueeze(0)
+        lines = min(high, max(1, _UNFOLDED // max(1, wide * self.in_features)))
         most = max(1, _UNFOLDED // max(1, high * wide * self.in_features))
-        parts = (images,) if is_recording() else images.split(most)
-        rows = [self.times(self._patches(part), self.bias) for part in parts]
-        out = (rows[0] if len(rows) == 1 else torch.cat(rows)).mT.reshape(-1, self.out_channels, high, wide)
-        return out if x.ndim == 4 else out.squeeze(0)
+        (down, _), (reach, _) = patches.stride, patches.reach
+        parts = []
+        for part in patches.padded(images).split(most):
+            strips = []
+            for top in range(0, high, lines):
+                count = min(lines, high - top)
+                strip = part[:, :, top * down : (top + count - 1) * down + reach]
+                out = self.times(patches.inside(strip), bias)
+                strips.append(out.mT.reshape(len(part), self.out_channels, count, wide))
+            parts.append(torch.cat(strips, dim=2) if len(strips) > 1 else strips[0])
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        layout = torch.contiguous_format
+        if images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous():
+            layout = torch.channels_last  # as torch's convolution
+        whole = whole.contiguous(memory_format=layout)
+        return whole if x.ndim == 4 else whole.squeeze(0)
+
+    def _sizes(self, x: Tensor) -> tuple[int, int]:
+        """The height and the width of the output."""
+        fits = x.ndim in (3, 4) and x.shape[-3] == self.in_channels
+        high, wide = Patches.of(self).sizes(*x.shape[-2:]) if fits else (0, 0)
+        if high < 1 or wide < 1:
+            raise KflatsError(
+                f"inputs of shape {tuple(x.shape)} do not fit a convolution of {self.in_channels} channels by a kernel "
+                f"of {' x '.join(map(str, _pair(self.kernel_size)))}",
+                cause="the layer belongs behind another one",
+                hint="inputs of shape (batch, channels, height, width), at least as large as the kernel",
+            )
+        return high, wide
 
     def extra_repr(self) -> str:
         """The sizes that ``print(model)`` shows."""
