@@ -155,6 +155,26 @@ def test_gradients_are_those_of_the_codes() -> None:
     assert torch.allclose(x.grad, grads[0][0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_a_bias_that_learns_leaves_frozen_codes_in_their_form(form: RunForm) -> None:
+    layer = layer_of(net())
+    layer.run_form = form
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == "bias")
+    layer(inputs()).sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((96,), 8.0))
+    assert layer._ready is not None
+    layer.weight.requires_grad_()
+    layer._ready = None
+    if form == "int8":
+        with pytest.raises(KflatsError, match="gradients are not supported"):
+            layer(inputs())
+    else:
+        layer(inputs()).sum().backward()
+        assert layer._ready is None  # the codes are decoded, for gradients of the scales
+        assert bool(layer.weight.grad.any())
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_int8_has_no_gradients_and_says_so(frozen: bool) -> None:
     model = net().requires_grad_(not frozen)
