@@ -129,6 +129,16 @@ def test_a_folder_in_place_of_a_model(folder):
         compress_(str(folder), SVD(), keep="50%", quiet=True)  # type: ignore[arg-type]
 
 
+def test_a_model_and_a_folder_in_each_others_place(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    compress_(model, {"linear": SVD()}, keep="50%", quiet=True)
+    kflats.save(model, tmp_path)
+    with pytest.raises(KflatsError, match="expected a model, found "):
+        kflats.load_(tmp_path, model)  # type: ignore[arg-type]
+    with pytest.raises(KflatsError, match="expected the name of a folder, found Sequential"):
+        kflats.load_(model, model)  # type: ignore[arg-type]
+
+
 def test_texts_without_a_tokenizer(tiny_model):
     with pytest.raises(KflatsError, match="no tokenizer"):
         compress_(tiny_model("bert"), keep="50%", texts=["the"], quiet=True)

@@ -260,8 +260,9 @@ def test_what_is_refused(
     assert "def forward" not in "".join(
         capfd.readouterr()
     )  # torch prints the graph up to the step that it cannot record
-    with pytest.raises(KflatsError, match="two or more examples"):
-        export_onnx(Branches(), goal, inputs={"x": torch.rand(1, 3)})
+    for few in ({"x": torch.rand(1, 3)}, {}, {0: torch.rand(2, 3)}, 3, [torch.rand(2, 3)]):
+        with pytest.raises(KflatsError, match="two or more examples"):
+            export_onnx(Branches(), goal, inputs=few)  # type: ignore[arg-type]
     with pytest.raises(KflatsError, match="a Branches cannot be recorded"):
         export_onnx(Branches(), goal)
     with pytest.raises(KflatsError, match="pooled is not supported with inputs"):

@@ -553,9 +553,10 @@ def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str
 
 
 def _any_graph(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Graph:
-    if not inputs or not all(isinstance(t, Tensor) and t.ndim and len(t) > 1 for t in inputs.values()):
+    named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if not named or not inputs or not all(isinstance(t, Tensor) and t.ndim and len(t) > 1 for t in inputs.values()):
         raise KflatsError(
-            "inputs must be tensors of two or more examples", hint="a tensor of two examples for each input"
+            "inputs must be tensors of two or more examples, by name", hint="a tensor of two examples for each input"
         )
     axes = tuple(
         {0: "batch", 1: "length"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}

@@ -44,6 +44,7 @@ from kflats.model.parameters import forget_changed_, put_matrices_
 from kflats.model.run_as import LOSSES
 from kflats.model.swap import Swaps, unchanged_on_error
 from kflats.model.weights import (
+    check_model,
     factored_layers,
     held_matrices,
     is_kflats_config,
@@ -375,8 +376,12 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     checksums, because another program wrote it again, is loaded with a warning.
 
     Raises:
-        KflatsError: no such file, a damaged one, or one of another architecture; ``model`` is then as it was.
+        KflatsError: no module, or no name of a folder; no such file, a damaged one, or one of another architecture.
+            ``model`` is then as it was.
     """
+    check_model(model)
+    if not isinstance(folder, str | os.PathLike):
+        raise KflatsError(f"expected the name of a folder, found {type(folder).__name__}", hint="load_(model, folder)")
     path = Path(folder) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file, unchanged_on_error(model), torch.no_grad():
