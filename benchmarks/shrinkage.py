@@ -25,6 +25,8 @@ from kflats.planning.calibration_data import CalibrationData
 
 POWERS = (-1.5, -0.5, 0.75, 2.25)
 """Binary logarithms of the step, in root mean squares of the numbers."""
+PATHS = 0.0
+"""Below, integers follow paths of a trellis, as kflats chooses at these rates; above, they lie on a grid."""
 
 
 def main() -> None:
@@ -37,25 +39,26 @@ def main() -> None:
     bits, taken = ({power: list[float]() for power in POWERS} for _ in range(2))
     for weight in weights:
         given = data.table(model, weight, recipe)
-        source = _Source.of(given.rows, given.weighting, Feedback().damping)
-        targets = source.likely(source.size, given.dtype, None)
         for power in POWERS:
-            c = source.size * 2.0**power
-            seen = targets / 2.0**power
+            paths = power < PATHS
+            source = _Source.of(given.rows, given.weighting, Feedback().damping, paths=paths)
+            c = source.size * 2.0**power / (2 if paths else 1)  # at equal rates steps of paths are half as large
+            seen = source.likely(c, given.dtype)
             for _ in range(2):
-                how = source.rounding(seen, given.dtype)
+                how = source.path_rounding(seen, given.dtype) if paths else source.rounding(seen, given.dtype)
                 (made,) = rounded_together([source.to_round(c, given.dtype, how)])
                 code, seen = source.code(c, given.dtype, how, made), made.targets
             _, row_steps, column_steps = source.steps(c, given.dtype)
             values = (code.stored.matrix.dense() / torch.outer(row_steps, column_steps)).double()
             sizes = torch.outer(source.rows.scale * row_steps, source.columns.scale * column_steps).square()
-            factor = (sizes * code.targets * values).sum(0) / (sizes * values.square()).sum(0).clamp_min(1e-12)
-            left = float((sizes * (code.targets - values * factor).square()).sum())
-            taken[power].append(1 - left / float((sizes * (code.targets - values).square()).sum()))
+            factor = (sizes * made.targets * values).sum(0) / (sizes * values.square()).sum(0).clamp_min(1e-12)
+            left = float((sizes * (made.targets - values * factor).square()).sum())
+            taken[power].append(1 - left / float((sizes * (made.targets - values).square()).sum()))
             bits[power].append(8 * code.nbytes / given.numbers)
         print(weight.name, [f"{taken[power][-1]:.4f}" for power in POWERS], flush=True)
     lines = [
         {
+            "integers": "along paths" if power < PATHS else "on a grid",
             "bits a number, median": f"{float(torch.tensor(bits[power]).median()):.2f}",
             "share taken, median": f"{float(torch.tensor(taken[power]).median()):.4f}",
             "largest": f"{max(taken[power]):.4f}",
