@@ -91,7 +91,7 @@ def main() -> None:
         made = one.code(table, weightings[weighed])
         with torch.no_grad():
             dense_weight(version, weight).copy_(made.table)
-        errors = made.error(table), made.error(table, weightings["counts"].rows)
+        errors = made.error(table), made.error(table, weightings["counts"].left)
         return point(one.name + WORDS[weighed], ours, made.nbytes, evaluator(version), errors, began)
 
     def trimmed(name: str, bits: float) -> dict[str, Any]:

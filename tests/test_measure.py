@@ -205,6 +205,18 @@ def entropy(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return F.cross_entropy(model(batch["image"]), batch["labels"])
 
 
+def test_a_weight_that_is_given_twice_is_measured_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    weights, batches = find_weights(model), [{"input": torch.randn(4, 6)} for _ in range(3)]
+    once, twice = (
+        measure(model, given, batches, needs=InputGram().needs, quiet=True)
+        for given in (weights, weights + weights[:1])
+    )
+    assert twice.samples == once.samples
+    for weight in weights:
+        assert torch.equal(twice.measured[weight.name].input_gram, once.measured[weight.name].input_gram)
+
+
 def test_convolutions() -> None:
     batches = [{"image": torch.randn(s, 2, 7, 7), "labels": torch.randint(3, (s,))} for s in (4, 1)]
     found = check(Convolutions(), batches, entropy)

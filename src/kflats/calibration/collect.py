@@ -119,6 +119,7 @@ def measure(
     >>> statistics.of("0").row_fisher.shape, statistics.samples
     (torch.Size([3]), 3)
     """
+    weights = tuple({weight.name: weight for weight in weights}.values())  # one that is given twice is measured once
     wanted = _wanted(weights, needs)
     kept = _checked(batches, model)
     blocks, workers = in_blocks(kept), workers or Workers()
