@@ -9,6 +9,8 @@ The 30522 x 384 embedding table at rank d/2; the sum of |A - UV| against the SVD
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _common import arguments, embedding_table, markdown, publish
@@ -25,11 +27,12 @@ def main() -> None:
     if options.rows:
         table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[: options.rows]]
     rank, lines, base = table.shape[1] // 2, list[list[str]](), 0.0
-    for name, fit in {
+    ways: dict[str, Callable[[], Any]] = {
         "SVD": lambda: truncated_svd(table, rank),
         "entrywise p=1, to 1e-4": lambda: entrywise_low_rank(table, rank, stop=Stopping(1e-4, 300)),
         "subspace, sum of distances": lambda: robust_subspace(table, rank),
-    }.items():
+    }
+    for name, fit in ways.items():
         start = time.process_time()
         made = fit()
         taken = f"{time.process_time() - start:.0f} s" if lines else ""

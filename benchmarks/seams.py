@@ -114,18 +114,18 @@ def looks(file: Module, classes: dict[str, str]) -> Iterator[tuple[str, int]]:
     """Rule and line of each look at the class of a value outside the package of that value."""
     own = PACKAGES.get(file.package)
     for node in ast.walk(file.tree):
-        rule, kinds = "", set[str | None]()
+        rule, kinds, line = "", set[str | None](), 0
         if isinstance(node, ast.MatchClass):
-            rule, kinds = "class pattern", {classes.get(_name(node.cls))}
+            rule, kinds, line = "class pattern", {classes.get(_name(node.cls))}, node.lineno
         elif isinstance(node, ast.Call) and node.args:
-            called = _name(node.func) if isinstance(node.func, ast.Name) else ""
+            called, line = _name(node.func) if isinstance(node.func, ast.Name) else "", node.lineno
             if called in ("isinstance", "getattr", "hasattr") or (called == "type" and len(node.args) == 1):
                 rule, kinds = "type()" if called == "type" else called, {_value(node.args[0])}
             if called == "isinstance" and len(node.args) == 2:
                 parts = (part for part in ast.walk(node.args[1]) if isinstance(part, ast.Name | ast.Attribute))
                 kinds |= {classes.get(_name(part)) for part in parts}
         if kinds - {None, own}:
-            yield rule, node.lineno
+            yield rule, line
 
 
 def loose_types(file: Module) -> Iterator[tuple[str, int]]:

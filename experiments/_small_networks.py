@@ -9,6 +9,7 @@ import gzip
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -247,6 +248,6 @@ def vgg19(data: Images, epochs: int, seed: int, width: int) -> VGG19:
         torch.manual_seed(seed)
         model = VGG19(width)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device, memory_format=torch.channels_last)
+    cast(Any, model).to(device, memory_format=torch.channels_last)
     train_(model, Images(data.images.to(device), data.classes.to(device)), epochs, seed=seed, augmented=True)
     return model.cpu()

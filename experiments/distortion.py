@@ -15,6 +15,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from _results import embedding_table, markdown, parsed, publish
@@ -175,7 +176,7 @@ class Fixed:
 def on_the_table(table: Tensor) -> str:
     """The proved constant of each way, the ratios that the search meets, and the gain in l1 error at half rank."""
     squares = Lewis().fit(table, 2.0)
-    ways = {"Lewis": Lewis(), "Lewis, 3 iterations": Lewis(iterations=3), "A'A itself": Fixed(squares)}
+    ways: dict[str, Any] = {"Lewis": Lewis(), "Lewis, 3 iterations": Lewis(iterations=3), "A'A itself": Fixed(squares)}
     plain = robust_svd(table, table.shape[1] // 2, 1.0, ellipsoid=Fixed(squares)).error
     lines = []
     for name, way in ways.items():

@@ -211,8 +211,8 @@ def main(argv: list[str] | None = None) -> None:
             made = low_rank(way, a, f, asked.rank)
             left, total = left + float((f * (a - made).square()).sum()), total + float((f * a.square()).sum())
             weight.data.copy_(made.T)
-        f = fidelity(original, model, tokenizer, list(packaged_texts("judge")), counted=texts)
-        rows.append({"weighted by": way, "error": left / total, "mean": f.mean_cosine, "p5": f.p5_cosine})
+        near = fidelity(original, model, tokenizer, list(packaged_texts("judge")), counted=texts)
+        rows.append({"weighted by": way, "error": left / total, "mean": near.mean_cosine, "p5": near.p5_cosine})
         print(rows[-1], flush=True)
     lines = [[row["weighted by"], *(f"{row[key]:.4f}" for key in ("error", "mean", "p5"))] for row in rows]
     body = (

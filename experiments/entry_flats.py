@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from _results import markdown, parsed, publish
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     asked, rows = parsed(parser, argv, QUICK), []
     for seed in range(asked.seeds):
         _, spoilt, truth = planted(seed=seed)
-        fits = {
+        fits: dict[str, Any] = {
             "entries": entry_flats(spoilt, 3, 3),
             "distances": fit_flats(spoilt, 3, rank=3, error=Power(1)),
             "squares": fit_flats(spoilt, 3, rank=3),

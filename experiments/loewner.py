@@ -23,7 +23,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from _results import embedding_table, markdown, parsed, publish
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=2000)
     asked, table = parsed(parser, argv, QUICK), embedding_table()
     small = table[:: max(1, len(table) // asked.rows), :8].contiguous()
-    ways = {"Lewis": Lewis(), "A1, mirrored cuts": Loewner(), "A1 as printed": Loewner("1/d")}
+    ways: dict[str, Any] = {"Lewis": Lewis(), "A1, mirrored cuts": Loewner(), "A1 as printed": Loewner("1/d")}
     lines, fastest = [], 0.0
     for name, way in ways.items():
         start = time.perf_counter()

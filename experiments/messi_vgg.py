@@ -73,7 +73,8 @@ def subject(asked: Asked) -> Subject:
                 save_file({k: t.contiguous() for k, t in model.state_dict().items()}, aside)
         model.load_state_dict(load_file(path))
         numbers = sum(p.numel() for p in model.parameters())
-        return Trained(model.head, *(outputs(model, images) for images in data()), numbers)
+        learnt, judged = (outputs(model, images) for images in data())
+        return Trained(model.head, learnt, judged, numbers)
 
     return Subject(
         name="messi_vgg",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -160,7 +160,7 @@ def _product(x: Floats, parts: int, bits: int, weights: Tensor | None, seed: int
     import faiss
 
     n, d = x.shape
-    quantizer = faiss.ProductQuantizer(d, parts, bits)
+    quantizer: Any = faiss.ProductQuantizer(d, parts, bits)
     shares = None if weights is None else (weights / weights.mean()).to(torch.float32).numpy()
     width, books = d // parts, []
     for part in range(parts):

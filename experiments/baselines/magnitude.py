@@ -7,6 +7,7 @@ Of all masks this one has the least l1, l2 and lp error at once: nothing below i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,6 @@ def magnitude_mask(matrix: Tensor, entries: int) -> Tensor:
     >>> magnitude_mask(torch.tensor([[3.0, -1.0], [0.5, -2.0]]), 2).tolist()
     [[True, False], [False, True]]
     """
-    mask = matrix.new_zeros(matrix.numel(), dtype=bool)
+    mask = matrix.new_zeros(matrix.numel(), dtype=torch.bool)
     mask[matrix.abs().flatten().topk(entries).indices] = True
     return mask.view(matrix.shape)
