@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-LONG = 0.2
+LONG = 0.15
 """Seconds of a case that is left to the sweep where its test has a quicker one."""
 ALWAYS = ("tests/docs/", "tests/golden/")
 _LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(tests/\S+?\.py::.*?)\s*$")

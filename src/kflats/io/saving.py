@@ -381,7 +381,9 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     check_model(model)
     if not isinstance(folder, str | os.PathLike):
-        raise KflatsError(f"expected the name of a folder, found {type(folder).__name__}", hint="load_(model, folder)")
+        raise KflatsError(
+            f"expected the name of a folder, found {type(folder).__name__}", hint="a folder that was saved by kflats"
+        )
     path = Path(folder) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file, unchanged_on_error(model), torch.no_grad():
