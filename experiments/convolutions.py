@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from _results import data_folder, markdown, parsed, publish
 from _small_networks import accuracy, cifar
+from baselines.magnitude import magnitude_mask
 from torch import Tensor, nn
-from torch.nn import functional as F
 from vision import network
 
 from kflats import SVD, Auto, InputGram, KroneckerFisher, Projections, Recipe, compress_
 from kflats.demo.gptq import Factor, gptq
 from kflats.evaluation.latency import take_turns
+from kflats.matrices.layers import Patches
 from kflats.model.run_as import running_as
 from kflats.model.weights import find_weights
 
@@ -124,7 +125,8 @@ def gram_of(model: nn.Module, name: str, batches: list[dict[str, Tensor]]) -> Te
     def seen(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         x = given[0]
         if isinstance(layer, nn.Conv2d):
-            x = F.unfold(x, layer.kernel_size, padding=layer.padding, stride=layer.stride).mT.flatten(0, 1)
+            patches = Patches.of(layer)
+            x = patches.inside(patches.padded(x)).flatten(0, 1)
         sums.append(x.T @ x)
 
     handle = model.get_submodule(name).register_forward_pre_hook(seen)
@@ -141,8 +143,7 @@ def pruned(original: nn.Module, keep: float) -> tuple[nn.Module, float]:
     for weight in find_weights(model):
         held = model.get_submodule(weight.name).weight
         count = max(0, int(held.numel() * (keep - 1 / 32)))
-        order = held.detach().abs().flatten().argsort(descending=True)
-        held.data.view(-1)[order[count:]] = 0.0
+        held.data *= magnitude_mask(held.detach(), count)
         stored += 4 * count + held.numel() / 8
         dense += 4 * held.numel()
     return model, stored / dense

@@ -21,6 +21,7 @@ from kflats.common.run_forms import RunForm
 from kflats.importance import KroneckerFisher
 from kflats.io.saving import note_losses_
 from kflats.matrices import layers
+from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredConv2d
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
 from kflats.methods import SVD, Auto, Flats, KeepDense
@@ -74,6 +75,13 @@ def coded(conv: nn.Conv2d, recipe: Recipe, keep: str = "45%") -> FactoredConv2d:
     assert isinstance(layer, FactoredConv2d)
     assert layer.matrix.kind == "coded"
     return layer
+
+
+def from_axes(n: int, d: int, rank: int) -> Matrix:
+    """A coded matrix in so many axes."""
+    integers = torch.randint(-7, 8, (n, rank))
+    basis = torch.randint(-100, 100, (rank, d)).to(torch.int8)
+    return from_integers([integers], None, torch.ones(1), basis=basis, basis_scale=torch.full((rank,), 0.01))
 
 
 def decoded(conv: nn.Conv2d, layer: FactoredConv2d) -> nn.Conv2d:
@@ -271,6 +279,16 @@ def test_codes_meet_inputs_of_other_types(form: RunForm, dtype: torch.dtype) -> 
         if form == "dense":
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 assert layer.float()(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_a_code_of_no_axes_is_the_bias_alone(form: RunForm) -> None:
+    conv = nn.Conv2d(6, 16, 3)
+    layer = FactoredConv2d(from_axes(54, 16, 0), conv, conv.bias)
+    layer.run_form = form
+    with torch.no_grad():
+        expected = conv.bias[None, :, None, None].expand(2, 16, 6, 6)
+        torch.testing.assert_close(layer(torch.randn(2, 6, 8, 8)), expected)
 
 
 @pytest.mark.parametrize("form", ["dense", "int8"])
