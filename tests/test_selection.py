@@ -169,7 +169,7 @@ def test_one_hot_inputs_make_row_weights_of_an_input_gram(tiny_model) -> None:
     [
         ({LAYER: Recipe(SVD(), KroneckerFisher())}, CalibrationData(), "needs calibration data"),
         ({LAYER: Recipe(SVD(), KroneckerFisher())}, CalibrationData(("a text",)), "needs calibration data"),
-        ({LAYER: Recipe(SVD(), TokenCounts())}, EVERYTHING, "weighs tokens, but .* linear layer"),
+        ({LAYER: Recipe(SVD(), TokenCounts())}, EVERYTHING, "weighs tokens, but .* holds a linear layer"),
         (
             {"embeddings": Recipe(SVD(), Uniform(), matrix_rows="out_features")},
             CalibrationData(),

@@ -61,7 +61,7 @@ def _kept(weight: Weight, needs: frozenset[str]) -> tuple[dict[str, int], dict[s
     inputs = bool(needs & {"input_gram", "input_mean"})
     # A tied head: its inputs are (d,), its outputs (n,).
     tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
-    apart = outputs and d > WIDEST
+    apart = outputs and (d > WIDEST or "experts" in roles)
     vectors = {
         ROW: (n, ROW in needs),
         COLUMN: (d, COLUMN in needs),
@@ -126,7 +126,18 @@ class Accumulator:
         if "reads" in self._vectors:
             self._add_table(calls)
             return
+        experts: dict[int, list[LayerCall]] = {}
+        for call in calls:
+            experts.setdefault(call.expert, []).append(call)
+        for expert, own in experts.items():
+            self._add_layer(own, expert)
+
+    def _add_layer(self, calls: list[LayerCall], expert: int) -> None:
+        """Add the gradients of a layer, or of one expert, whose outputs are a part of the weight's."""
         samples = calls[0].samples
+        width = _gradient(calls[0]).shape[2]
+        part = slice(expert * width, (expert + 1) * width)
+        squares = {key: sums[part] if key == COLUMN else sums for key, sums in self._squares.items()}
         step = samples
         if calls[0].role == "conv2d":
             each = sum(_gradient(call).shape[1] for call in calls) * self.weight.shape[0]
@@ -137,16 +148,17 @@ class Accumulator:
             if self._squares or "fisher" in self._moments:
                 x = _joined([call.inputs(start, end) for call in calls])
                 if self._squares:
-                    add_squares(self._squares, x, g)
+                    add_squares(squares, x, g)
                 if "fisher" in self._moments:
-                    # The bias is the weight's last row: it reads a constant input.
-                    with_bias = torch.cat([wide(x), x.new_ones(*x.shape[:2], 1)], 2)
+                    # The bias is the weight's last row: it reads a constant input. Experts gain none.
+                    constant = x.new_full((*x.shape[:2], 1), float(calls[0].role != "experts"))
+                    with_bias = torch.cat([wide(x), constant], 2)
                     self._moments["fisher"].add(*gradient_rows(with_bias, g))
                     self._fisher_total += float(wide(g).square().sum(dtype=torch.float64))
             if "outputs" in self._moments:
                 self._moments["outputs"].add(_reached(g.flatten(0, 1)))
             if "output squares" in self._vectors:
-                self._vectors["output squares"] += wide(g).square().sum((0, 1), dtype=torch.float64)
+                self._vectors["output squares"][part] += wide(g).square().sum((0, 1), dtype=torch.float64)
 
     def sums(self, samples: int) -> Sums:
         """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
@@ -204,6 +216,8 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
             means["counts"] = tensors["reads"].to(torch.int64)
     elif "inputs gram" in tensors:
         means |= {"input_gram": _gram(sums, "inputs", positions), "input_mean": tensors["inputs sum"].div_(positions)}
+        if weight.places[0].role == "experts":  # no bias that could take the mean
+            means["input_mean"].zero_()
     total = float(tensors["fisher_total"]) or 1.0
     if "fisher gram" in tensors:
         means["fisher_gram"] = _gram(sums, "fisher", total)

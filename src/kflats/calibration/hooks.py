@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kflats.calibration.experts import ExpertCall, watched_experts
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import (
     Batch,
@@ -32,7 +34,7 @@ from kflats.evaluation.running import (
 )
 from kflats.matrices.kept_rows import no_kept_rows
 from kflats.matrices.layers import Patches
-from kflats.model.weights import Weight, embedding_scale, pretrained_models, submodule
+from kflats.model.weights import Weight, embedding_scale, module_of, pretrained_models
 from kflats.numerics.statistics import wide
 
 
@@ -67,16 +69,23 @@ def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Mod
     seen = set()
     for weight in weights:
         for place in weight.places:
-            module = submodule(model, place.name)
+            module = module_of(model, place)
             if module is None:
                 raise KflatsError(f"the model has no {place.name!r}", cause="weights of another model")
+            if place.role == "parameter":
+                raise KflatsError(
+                    f"{place.name} cannot be measured",
+                    cause="it is a parameter that no layer of its own multiplies by",
+                    hint="Uniform(), which measures nothing",
+                )
             if getattr(module, "groups", 1) != 1:
                 raise KflatsError(
                     f"{place.name} is a grouped convolution, which is not supported",
                     cause="each group has a matrix of its own",
                 )
-            if id(module) not in seen:
-                seen.add(id(module))
+            key = id(module), weight.name if place.role == "experts" else ""
+            if key not in seen:
+                seen.add(key)
                 yield module, weight, place.role
 
 
@@ -196,6 +205,9 @@ class LayerCall:
     a gradient; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
     output, (B, T, d); None until backward reaches the layer. ``mask`` is (B, T) bool, True at tokens and False at
     padding; None without padding.
+
+    Of experts a call is that of one ``expert``: T is the largest number of tokens of a sample that it is given, and d
+    the number of its own outputs.
     """
 
     weight: str
@@ -205,6 +217,7 @@ class LayerCall:
     x: Tensor
     mask: Tensor | None
     g: Tensor | None = None
+    expert: int = 0
 
     def inputs(self, start: int, end: int) -> Tensor:
         """(end - start, T, n): the inputs of samples ``start`` to ``end``."""
@@ -329,9 +342,15 @@ class ActivationRecorder:
         repeated = [module for module, _, _ in modules if self._layouts.get(id(module), ALONE).repeated]
         with ExitStack() as stack:
             stack.enter_context(inputs_repeated(repeated, lambda: self._samples))
+            experts: dict[nn.Module, dict[str, str]] = {}
             for module, weight, role in modules:
-                hook = self._hook(weight, role)
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                if role == "experts":
+                    experts.setdefault(module, {})[weight.name.rpartition(".")[2]] = weight.name
+                else:
+                    hook = self._hook(weight, role)
+                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            for module, names in experts.items():
+                stack.enter_context(watched_experts(module, partial(self._expert_called, module, names)))
             if is_encoder_decoder(self._model):
                 encoder_decoder: Any = self._model
                 stack.callback(encoder_decoder.get_encoder().register_forward_hook(self._on_encoded).remove)
@@ -380,12 +399,7 @@ class ActivationRecorder:
             if name not in self._gradients or not torch.is_grad_enabled():
                 return None
             # A view would lose its hook where the model writes into it, as in y = linear(x); y += x.
-            connected = output.clone() if output._is_view() else output
-            if not output.requires_grad:
-                # No earlier layer requires gradients. Adding a zero that does gives the output one.
-                if self._anchor.device != output.device:
-                    self._anchor = self._anchor.detach().to(output.device).requires_grad_()
-                connected = output + self._anchor.to(output.dtype)
+            connected = self._connected(output.clone() if output._is_view() else output)
             self._calls.setdefault(name, []).append(call)
             version = x._version
 
@@ -401,6 +415,43 @@ class ActivationRecorder:
             return None if connected is output else connected
 
         return hook
+
+    def _connected(self, output: Tensor) -> Tensor:
+        """``output`` with a gradient: where no earlier layer requires one, a zero that does is added."""
+        if output.requires_grad:
+            return output
+        if self._anchor.device != output.device:
+            self._anchor = self._anchor.detach().to(output.device).requires_grad_()
+        return output + self._anchor.to(output.dtype)
+
+    def _expert_called(self, module: nn.Module, names: Mapping[str, str], call: ExpertCall) -> Tensor:
+        """Record one expert's product; its output, which backward reaches."""
+        name, hidden, output = names.get(call.key), call.hidden, call.output
+        layout = ALONE if self._one_sample else self._layouts.get(id(module), ALONE)
+        if name is not None and not (self._one_sample or layout.fits(hidden, self._batch, self._samples)):
+            self.without_layout.add(name)
+        if name is None or name in self.without_layout:
+            return output
+        batched = by_sample(hidden, self._samples, trailing=1)
+        mask, tokens = self._mask(module, hidden, batched), call.tokens
+        x, place = _by_token(call.x.detach(), tokens // batched.shape[1], self._samples)
+        kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.flatten()[tokens]
+        there = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        there.view(-1)[place] = kept
+        entry = LayerCall(name, "experts", module, self._samples, x, there, expert=call.expert)
+        self._on_input(entry, x)
+        if name not in self._gradients or not torch.is_grad_enabled():
+            return output
+        connected = self._connected(output)
+        self._calls.setdefault(name, []).append(entry)
+
+        def arrived(g: Tensor) -> None:
+            spread = g.new_zeros(x.shape[0] * x.shape[1], g.shape[1])
+            spread[place] = g.detach()
+            self._arrived(entry, spread)
+
+        connected.register_hook(arrived)
+        return connected
 
     def _arrived(self, call: LayerCall, g: Tensor) -> None:
         if call.role == "conv2d":
@@ -437,6 +488,24 @@ class ActivationRecorder:
     def _on_encoded(self, module: nn.Module, args: Any, output: Any) -> None:
         states = output[0] if not isinstance(output, Tensor) else output
         self._encoded = states.untyped_storage().data_ptr()
+
+
+def _by_token(rows: Tensor, sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """(B, T, n) the ``rows`` of each sample, then zeros; and the place of each row in it, flattened.
+
+    Args:
+        sample: of each row, increasing.
+
+    >>> _by_token(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 2, 2]), 3)[0].squeeze(2).tolist()
+    [[1.0, 0.0], [0.0, 0.0], [2.0, 3.0]]
+    """
+    counts = torch.bincount(sample, minlength=samples)
+    longest = int(counts.max())
+    first = counts.cumsum(0) - counts
+    place = sample * longest + torch.arange(len(sample), device=sample.device) - first[sample]
+    spread = rows.new_zeros(samples * longest, rows.shape[1])
+    spread[place] = rows
+    return spread.reshape(samples, longest, -1), place
 
 
 def _padding(mask: object, shape: torch.Size) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import Batch
 from kflats.io.mapped import MAPPED_TYPES, Spill
-from kflats.model.weights import Weight, submodule
+from kflats.model.weights import Weight, module_of
 
 Losses: TypeAlias = Callable[[Batch, int], Tensor | None]
 """Runs the model on a batch, whose first sample has this number; the losses, or None if no gradients are needed."""
@@ -208,7 +208,7 @@ class Chain:
 
     def _home(self, weight: Weight) -> int | None:
         """The layer that a weight is in, -1 for none, None for several."""
-        modules = [submodule(self._model, place.name) for place in weight.places]
+        modules = [module_of(self._model, place) for place in weight.places]
         homes = {self._homes.get(id(module), -1) for module in modules}
         return homes.pop() if len(homes) == 1 else None
 

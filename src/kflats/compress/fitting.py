@@ -35,7 +35,7 @@ from kflats.matrices.registry import CodedMatrix, Matrix, matrix_of
 from kflats.methods.protocol import Factored, Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import Swaps, unchanged_on_error
-from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, parameter
+from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, is_parameter, parameter
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.candidates import bias_bytes
@@ -71,7 +71,7 @@ class CompressedWeight:
         if self.matrix is None:
             return 0
         weight = self.decision.weight
-        if weight.places[0].role == "parameter":
+        if is_parameter(weight.places[0].role):
             return weight.nbytes - self.report.bytes_after
         gained = _gained_numbers(weight, self.bias_shift) * weight.nbytes // math.prod(weight.shape)
         return self.matrix.nbytes + gained - self.report.bytes_after
@@ -278,7 +278,7 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
 
 def _table_name(place: WeightUse) -> str:
     """The name of a place's dense table in the model's state."""
-    return place.name if place.role == "parameter" else f"{place.name}.weight"
+    return place.name if is_parameter(place.role) else f"{place.name}.weight"
 
 
 def _groups(decisions: Iterable[Decision], workers: int) -> list[list[Decision]]:

@@ -36,7 +36,15 @@ from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import decode_, end_loading_, shown_dense
 from kflats.model.swap import Swaps, untie_
-from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings, stored_name
+from kflats.model.weights import (
+    QUANT_METHOD,
+    FactoredLayer,
+    factored_layers,
+    is_parameter,
+    pretrained_models,
+    spellings,
+    stored_name,
+)
 
 
 class KflatsConfig(QuantizationConfigMixin):
@@ -145,7 +153,7 @@ class KflatsQuantizer(HfQuantizer):
             if here is not None and there != here:
                 raise _wrong_size(name, there, here)
         for name, module in self._modules:
-            raw = module.places[0].role == "parameter"
+            raw = is_parameter(module.places[0].role)
             module.finish_(end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix)
             if raw:
                 decode_(model, name)

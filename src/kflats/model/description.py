@@ -37,11 +37,13 @@ from kflats.model.weights import (
     QUANT_METHOD,
     FactoredLayer,
     Weight,
+    as_parameter,
     compute_dtype,
     factored_layers,
     find_weights,
     held_matrices,
     is_kflats_config,
+    is_parameter,
     parameter,
     spellings,
     submodule,
@@ -58,7 +60,7 @@ class DescribedPlace:
     height, width). ``gained_bias``: whether the layer had no bias before. ``run_as``: its run-time form."""
 
     name: str
-    role: Literal["embedding", "head", "linear", "conv1d", "conv2d", "parameter"]
+    role: Literal["embedding", "head", "linear", "conv1d", "conv2d", "parameter", "experts"]
     padding_idx: int | None
     scale: float | None
     kernel: tuple[int, ...] | None = None
@@ -221,7 +223,7 @@ def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
             )
         places[owners[id(matrix)]].append({"name": name, **layer.settings()})
     for name, held in held_matrices(model) if parameters else ():
-        place: JsonObject = {"name": name, "role": "parameter", "padding_idx": None, "scale": None}
+        place: JsonObject = {"name": name, "role": held.role, "padding_idx": None, "scale": None}
         modules[name] = {
             "matrix": held.matrix.spec(),
             "dtype": dtype_name(held.matrix.weight.dtype),
@@ -281,6 +283,8 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
                 )
             continue
         weight = weights[name]
+        if weight.places[0].role == "experts" and module.places[0].role == "parameter":  # an earlier version's file
+            weight = as_parameter(model, weight)
         if difference := _difference(model, module, weight):
             cause = "the config was edited, or belongs to another model"
             hint = "restore the folder, or compress again"
@@ -295,7 +299,7 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
 def swap_described_(swaps: Swaps, weight: Weight, module: Module, matrix: Matrix) -> None:
     """Swap ``matrix`` in for ``weight`` as ``module`` describes it; a bias that the layer gained starts at zero."""
     model = swaps.model
-    if module.places[0].role == "parameter":
+    if is_parameter(module.places[0].role):
         begin_loading_(model, weight, matrix, module.matrix_rows)
         return
     scales = {name: place.scale for place in module.places for name in spellings(model, place.name)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.matrices.layers import mark_initialized
 from kflats.matrices.registry import Matrix
-from kflats.model.weights import Held, Weight, held_matrices, parameter, stored_name
+from kflats.model.weights import Held, Weight, held_matrices, inputs_first, parameter, stored_name
 
 
 def hold_(model: nn.Module, weight: Weight, matrix: Matrix, matrix_rows: str) -> None:
@@ -27,15 +27,16 @@ def hold_(model: nn.Module, weight: Weight, matrix: Matrix, matrix_rows: str) ->
     module, key, table = _place(model, weight.name)
     matrix = matrix if matrix.weight.is_meta else matrix.cpu()
     with torch.no_grad():
-        new = nn.Parameter(_values(Held(matrix, matrix_rows), table), requires_grad=table.requires_grad)
+        held = Held(matrix, matrix_rows, weight.places[0].role)
+        new = nn.Parameter(_values(held, table, module), requires_grad=table.requires_grad)
     setattr(module, key, mark_initialized(new))
-    _keep(module, key, Held(matrix, matrix_rows))
+    _keep(module, key, held)
 
 
 def begin_loading_(model: nn.Module, weight: Weight, matrix: Matrix, matrix_rows: str) -> None:
     """Let the parameter's module have the tensors of ``matrix`` in its place, until ``decode_`` has read them."""
     module, key, table = _place(model, weight.name)
-    _keep(module, key, Held(matrix, matrix_rows, table))
+    _keep(module, key, Held(matrix, matrix_rows, weight.places[0].role, table))
     for name, tensor in matrix.tensors().items():
         own = stored_name(key, name, "parameter")
         if tensor.is_floating_point():  # the first has the parameter's own name, and its place among the others
@@ -91,17 +92,16 @@ def decode_(model: nn.Module, name: str) -> None:
     module, key = _module_of(model, name)
     held = module.__dict__["_kflats_held"][key]
     with torch.no_grad():
-        values = _values(held, held.empty)
+        values = _values(held, held.empty, module)
     setattr(module, key, mark_initialized(nn.Parameter(values)))
-    _keep(module, key, Held(held.matrix, held.matrix_rows))
+    _keep(module, key, Held(held.matrix, held.matrix_rows, held.role))
 
 
 def forget_changed_(model: nn.Module) -> None:
     """Let go of matrices whose parameter has other values now: it is saved as it is."""
     for name, held in list(held_matrices(model)):
-        table = parameter(model, name)
-        if table is None or table.is_meta or not torch.equal(_values(held, table), table):
-            module, key = _module_of(model, name)
+        table, (module, key) = parameter(model, name), _module_of(model, name)
+        if table is None or table.is_meta or not torch.equal(_values(held, table, module), table):
             del module.__dict__["_kflats_held"][key]
 
 
@@ -128,9 +128,12 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     return module, key, table
 
 
-def _values(held: Held, like: Tensor) -> Tensor:
-    """The values of the matrix in the shape and the type of ``like``."""
+def _values(held: Held, like: Tensor, module: nn.Module) -> Tensor:
+    """The values of the matrix in the shape and the type of ``like``, a tensor of ``module``."""
     dense = held.matrix.dense()
     dense = dense.T if held.matrix_rows == "out_features" else dense
+    if held.role == "experts":  # side by side in the matrix, one below the other in the tensor
+        experts, n = len(like), len(dense)
+        dense = dense.reshape(n, experts, -1).transpose(0, 1) if inputs_first(module) else dense.T
     dense = dense.reshape(like.shape).to(like.dtype).contiguous()
     return dense if like.is_meta else dense.to(like.device)

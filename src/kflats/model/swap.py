@@ -47,6 +47,7 @@ from kflats.model.weights import (
     find_weight,
     find_weights,
     is_kflats_config,
+    is_parameter,
     own_matrix_rows,
     parameter,
     pretrained_models,
@@ -254,7 +255,7 @@ class Swaps:
             find_weight(self.model, weight.name)  # says why there is none
             raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
         _check_swap(weight, matrix, matrix_rows, bias_shift)
-        if weight.places[0].role == "parameter":
+        if is_parameter(weight.places[0].role):
             hold_(self.model, weight, matrix, matrix_rows)
         else:
             self._put_layers_(weight, matrix, matrix_rows, bias_shift, scales or {})

@@ -44,6 +44,9 @@ _SAME = (".device", ".requires_grad", ".is_meta")
 
 _RAW, _NARROW = 4096, 4  # numbers of a parameter, and the shorter side of its matrix, from which it is a weight
 
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names that transformers gives to tensors of experts."""
+
 QUANT_METHOD = "kflats"
 """The name of the description of factored layers in a transformers config."""
 
@@ -56,7 +59,8 @@ class WeightUse:
     M.T), "conv1d" (GPT-2's layer, which keeps M) or "conv2d" (M is ``kernel.flatten(1).T``: a row for
     every number of a patch, channel by channel, as ``torch.nn.functional.unfold`` orders them). "parameter": a tensor
     that its module reads itself; ``name`` is the tensor's own, and M is the tensor with its axes joined to two, as
-    nearly square as possible.
+    nearly square as possible. "experts": such a tensor of a mixture of experts in transformers; its matrices, one of
+    each expert, stand side by side in M, as those of one linear layer whose outputs are those of all experts.
     """
 
     name: str
@@ -188,13 +192,33 @@ def find_weight(model: nn.Module, name: str) -> Weight:
     )
 
 
+def is_parameter(role: str) -> bool:
+    """Whether a place of this role is a tensor that its module reads itself: dense in memory, a matrix in files.
+
+    >>> is_parameter("experts"), is_parameter("linear")
+    (True, False)
+    """
+    return role in ("parameter", "experts")
+
+
+def module_of(model: nn.Module, place: WeightUse) -> nn.Module | None:
+    """The module of a place, None where there is none: that named by the path, or the one that reads a parameter."""
+    return submodule(model, place.name.rpartition(".")[0] if is_parameter(place.role) else place.name)
+
+
+def inputs_first(module: nn.Module) -> bool:
+    """Whether the experts of ``module`` are matrices (inputs, outputs), as those of gpt-oss; others are (outputs,
+    inputs), as torch's linear layers keep them."""
+    return bool(getattr(module, "is_transposed", False))
+
+
 def own_matrix_rows(weight: Weight) -> Literal["in_features", "out_features"]:
     """The side of M that the layer keeps as the rows of its table: "in_features" (M itself) or "out_features" (M.T).
 
     >>> own_matrix_rows(Weight("out", (WeightUse("out", "linear"),), (4, 9), "float32", 144))
     'out_features'
     """
-    return "out_features" if weight.places[0].role in ("linear", "conv2d") else "in_features"
+    return "out_features" if weight.places[0].role in ("linear", "conv2d", "experts") else "in_features"
 
 
 def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
@@ -204,13 +228,18 @@ def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
     >>> dense_weight(model, find_weight(model, "out")).shape      # rows are input neurons
     torch.Size([4, 9])
     """
-    if weight.places[0].role == "parameter" and (raw := parameter(model, weight.name)) is not None:
-        return raw.detach().reshape(weight.shape)
+    role = weight.places[0].role
+    if is_parameter(role) and (raw := parameter(model, weight.name)) is not None:
+        if role == "parameter":
+            return raw.detach().reshape(weight.shape)
+        experts = module_of(model, weight.places[0])
+        if experts is not None and inputs_first(experts):
+            return raw.detach().transpose(0, 1).reshape(weight.shape)
+        return raw.detach().reshape(weight.shape[::-1]).T
     module = submodule(model, weight.name)
     table = None if module is None else module._parameters.get("weight")
     if table is None or isinstance(module, FactoredLayer):
         raise KflatsError(f"{weight.name!r} has no dense table", cause="it is factored already, or of another model")
-    role = weight.places[0].role
     if role == "conv2d":
         return table.detach().flatten(1).T
     return table.detach().T if role == "linear" else table.detach()
@@ -374,10 +403,12 @@ def is_sentence_transformer(model: nn.Module) -> bool:
 
 @dataclass
 class Held:
-    """The matrix behind a parameter that is dense in memory. ``empty``: the parameter, while the matrix is loaded."""
+    """The matrix behind a parameter that is dense in memory, of the role "parameter" or "experts". ``empty``: the
+    parameter, while the matrix is loaded."""
 
     matrix: Matrix
     matrix_rows: str
+    role: str
     empty: nn.Parameter | None = None
 
 
@@ -396,7 +427,7 @@ def stored_name(name: str, key: str, role: str) -> str:
     >>> stored_name("experts.up", "weight", "parameter")  # of another shape than the dense tensor
     'experts.up'
     """
-    if role != "parameter":
+    if not is_parameter(role):
         return f"{name}.{key}"
     return name if key == "weight" else f"{name}_{key}"
 
@@ -408,18 +439,39 @@ def _as_parameter(path: str, module: nn.Module, key: str) -> Weight | None:
         return None
     if table is None or table.ndim < 2 or not table.is_floating_point() or table.numel() < _RAW:
         return None
-    shapes = [(table.shape[:axis].numel(), table.shape[axis:].numel()) for axis in range(1, table.ndim)]
-    shape = max(shapes, key=min)
+    shape = _nearly_square(table)
     nbytes = table.numel() * table.element_size()
+    if is_experts(module, key) and table.ndim == 3 and min(table.shape[1:]) >= _NARROW:
+        inputs = table.shape[1 if inputs_first(module) else 2]
+        shape = (inputs, table.numel() // inputs)
+        return Weight(path, (WeightUse(path, "experts"),), shape, dtype_name(table.dtype), nbytes)
     if min(shape) < _NARROW:
         return None
     return Weight(path, (WeightUse(path, "parameter"),), shape, dtype_name(table.dtype), nbytes)
 
 
+def is_experts(module: nn.Module, key: str) -> bool:
+    """Whether the tensor ``key`` of ``module`` holds matrices of experts that transformers' own functions of experts
+    multiply by (``use_experts_implementation``)."""
+    return key in EXPERTS and hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
+def as_parameter(model: nn.Module, weight: Weight) -> Weight:
+    """The weight of experts as that of any other parameter, as files had it before experts had a role of their own."""
+    table = parameter(model, weight.name)
+    assert table is not None
+    return replace(weight, places=(WeightUse(weight.name, "parameter"),), shape=_nearly_square(table))
+
+
+def _nearly_square(table: Tensor) -> tuple[int, int]:
+    shapes = [(table.shape[:axis].numel(), table.shape[axis:].numel()) for axis in range(1, table.ndim)]
+    return max(shapes, key=min)
+
+
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
     """False for layers that sentence-transformers stores itself (its Dense modules), always as dense tables, and for
     parameters outside transformers models."""
-    if weight.places[0].role == "parameter":
+    if is_parameter(weight.places[0].role):
         return any(weight.name.startswith(f"{name}." if name else "") for name, _ in pretrained_models(model))
     if not type(model).__module__.startswith("sentence_transformers."):
         return True

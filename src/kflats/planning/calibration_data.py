@@ -40,7 +40,7 @@ from kflats.evaluation.trial import Trial, tried, tried_on_drawn
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_total
-from kflats.model.weights import Weight, check_model, dense_weight
+from kflats.model.weights import Weight, check_model, dense_weight, is_parameter
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import Recipe, to_json
 
@@ -285,6 +285,8 @@ class CalibrationData:
         if known is None:
             try:
                 known = recipe.importance.weigh(self._measured(weight, recipe))
+                if is_parameter(weight.places[0].role):  # no bias could take the mean
+                    known = replace(known, mean=None)
             except KflatsError as error:
                 raise error.about(weight.name) from error
             self._weightings.put(key, known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -20,7 +20,15 @@ from kflats.importance.protocol import WeightingForm
 from kflats.io.static import StaticModel
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods import SVD, Flats, Method
-from kflats.model.weights import READ_DIRECTLY, Weight, factored_layers, find_weight, find_weights, spellings
+from kflats.model.weights import (
+    READ_DIRECTLY,
+    Weight,
+    factored_layers,
+    find_weight,
+    find_weights,
+    is_parameter,
+    spellings,
+)
 from kflats.planning.calibration_data import CalibrationData
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe, brief
 
@@ -28,7 +36,7 @@ WORDS: dict[str, frozenset[str]] = {
     "linear": frozenset({"linear", "conv1d"}),
     "embeddings": frozenset({"embedding"}),
     "conv": frozenset({"conv2d"}),
-    "all": frozenset({"linear", "conv1d", "embedding", "conv2d", "parameter"}),
+    "all": frozenset({"linear", "conv1d", "embedding", "conv2d", "parameter", "experts"}),
 }
 """Words that stand for all weights of some roles; a tied output head goes with its embedding."""
 
@@ -78,10 +86,11 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
-        if _is_parameter(weight) and chosen.importance.needs and rank != _NAME:
+        if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
             if recipe is not None and as_recipe(recipe).importance.needs:
                 unmeasured.append(weight.name)
             chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
+        chosen = _with_rows_of_experts(weight, chosen)
         if rank == _NAME:
             check_calls(weight, chosen, trial)
         elif is_read(weight, chosen, trial):
@@ -94,7 +103,7 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         raise KflatsError(f"{some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
         warnings.warn(KflatsWarning(f"not compressed: {some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
-    if "linear" in recipes and (apart := [w.name for w in weights if _is_parameter(w) and w.name not in named]):
+    if "linear" in recipes and (apart := _parameters_but(named, weights)):
         why = "which no layer of their own multiplies by, such as experts kept as one tensor; the word all names them"
         warnings.warn(KflatsWarning(f"not compressed: {some(apart)}, {why}"), stacklevel=2)
     if unmeasured:
@@ -105,13 +114,25 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
     return tuple(selected)
 
 
-def _is_parameter(weight: Weight) -> bool:
-    return weight.places[0].role == "parameter"
+def _with_rows_of_experts(weight: Weight, recipe: Recipe) -> Recipe:
+    """``recipe`` with the outputs of experts as rows where it stores integers and its importance allows that.
+
+    All experts together have many more outputs than inputs. Axes of rows that long would take more than the matrix.
+    """
+    turned = replace(recipe, matrix_rows="out_features")
+    if weight.places[0].role != "experts" or not (recipe.is_coded or recipe.chooses):
+        return recipe
+    return recipe if _refused_kinds(turned, weight) else turned
+
+
+def _parameters_but(named: Mapping[str, object], weights: Sequence[Weight]) -> list[str]:
+    """The names of parameters that are not ``named``."""
+    return [w.name for w in weights if is_parameter(w.places[0].role) and w.name not in named]
 
 
 def _is_among(weight: Weight, parameters: frozenset[str]) -> bool:
-    """Whether ``parameters`` name the tensor of a layer; one of the role "parameter" is dense in memory."""
-    return any(f"{place.name}.weight" in parameters for place in weight.places if place.role != "parameter")
+    """Whether ``parameters`` name the tensor of a layer; one that its module reads itself is dense in memory."""
+    return any(f"{place.name}.weight" in parameters for place in weight.places if not is_parameter(place.role))
 
 
 def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
@@ -140,7 +161,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
     weighs_tokens = recipe.importance.needs_tokenizer
     if role != "embedding" and weighs_tokens:
         raise KflatsError(
-            f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
+            f"{who} weighs tokens, but {weight.name!r} holds {'experts' if role == 'experts' else f'a {role} layer'}",
             hint="Uniform() for linear layers, or KroneckerFisher() with calibration data",
         )
     if weighs_tokens and data.tokenizer is None:
@@ -335,4 +356,4 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
         return Recipe(chooser, damped, matrix_rows="in_features" if role == "embedding" else "out_features")
     if chooser is None and role != "embedding" and data.measurable:
         return Recipe(SVD(), KroneckerFisher())
-    return Recipe(chooser or (SVD() if role == "conv2d" else Flats()))
+    return Recipe(chooser or (SVD() if role in ("conv2d", "experts") else Flats()))
