@@ -62,10 +62,15 @@ def sentences(name: str) -> list[str]:
 
 
 def paragraphs(split: str, count: int = 300) -> list[str]:
-    """Paragraphs of WikiText-2 of 60 words or more, marks undone; ``split``: valid or test."""
+    """Paragraphs of WikiText-2 of 60 words or more, marks undone; ``split``: train, valid or test."""
     folder = data_folder()
-    assert folder is not None
-    lines = read_texts(folder / "wikitext2" / f"{split}.txt.gz")
+    if folder is None:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+
+        named = {"valid": "validation"}.get(split, split)
+        lines = load_dataset("Salesforce/wikitext", "wikitext-2-v1", split=named)["text"]
+    else:
+        lines = read_texts(folder / "wikitext2" / f"{split}.txt.gz")
     return [text for text in undo_marks(lines)[0] if len(text.split()) >= 60][:count]
 
 

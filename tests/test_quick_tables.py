@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "language_model": (),
     "vision": (),
     "convolutions": (),
+    "experts": (),
     "sketched_ellipsoids": (),
     "loewner": (),
     "distortion": (),
