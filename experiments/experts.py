@@ -4,7 +4,7 @@ the gradients of what they give.
     python experiments/experts.py --write experiments/results
 
 A byte-level language model with the layers of Qwen's mixtures of experts (eight experts a layer, two a token), trained
-here on the training part of WikiText-2 in some minutes. It is calibrated on other texts of that part, by the gradients of
+here on the training part of WikiText-2 in some minutes. It is calibrated on other texts of that part, by gradients of
 its own loss, and judged by bits per byte on the test part (KFLATS_DATA). Sizes are shares of all
 matrices in float32. Without experts' statistics, they get their share of the bytes by their size, and errors of all
 their numbers count alike; the other layers are measured on the same texts.

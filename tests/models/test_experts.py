@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,11 @@ from kflats import (
 )
 from kflats.calibration import collect
 from kflats.calibration.collect import measure
-from kflats.calibration.experts import watched_experts
+from kflats.calibration.experts import one_by_one, watched_experts
+from kflats.calibration.hooks import ALONE, _rows
 from kflats.calibration.measurements import FIELDS
 from kflats.calibration.objectives import TaskLoss
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.io import load_model
 from kflats.io.saving import save_model
 from kflats.model import weights as weights_module
@@ -105,7 +107,7 @@ class Products(TorchFunctionMode):
         return output
 
 
-def one_by_one(model: Any, weight: Any, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def by_definition(model: Any, weight: Any, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The statistics of the definitions: each sample alone and without padding, by transformers' own loop."""
     model.set_experts_implementation("eager")
     table = model.get_parameter(weight.name)
@@ -144,7 +146,7 @@ def test_statistics_of_experts_are_those_of_each_sample_alone(model: Any) -> Non
     needs = frozenset(FIELDS) - {"counts"}
     statistics = measure(model, found, data, needs=needs, objective=TaskLoss(), quiet=True)
     for weight in found[:2] + found[-2:]:
-        expected, measured = one_by_one(model, weight, data), statistics.of(weight.name)
+        expected, measured = by_definition(model, weight, data), statistics.of(weight.name)
         n = weight.shape[0]
         for field, value in expected.items():
             own = getattr(measured, field)
@@ -161,23 +163,89 @@ def test_what_is_watched_computes_what_transformers_does(model: Any) -> None:
     modules = {id(m): m for m in model.modules() if hasattr(m, "is_transposed")}.values()
     for module in modules:
         tokens: list[Tensor] = []
-        with watched_experts(module, lambda call, tokens=tokens: tokens.append(call.tokens) or call.output):
+        watch = watched_experts(module, lambda call, tokens=tokens: tokens.append(call.tokens) or call.output)
+        with one_by_one([module]), watch:
             torch.testing.assert_close(model(input_ids=ids).logits, before)
         assert sum(map(len, tokens)) == 2 * 2 * ids.numel()  # two matrices, two experts a token
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_little_memory_measures_the_same(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = labelled()
-    found = find_weights(model)
-    names = {weight.name: frozenset({"fisher_gram", "output_gram"}) for weight in found if weight in experts(model)}
-    some = [weight for weight in found if weight.name in names]
-    whole = measure(model, some, data, needs=names, objective=TaskLoss(), quiet=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_bits_do_not_depend_on_what_is_measured_together(
+    dtype: torch.dtype, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of samples, layers beside experts, one weight at a time: with little memory, or all at once."""
+    model, data = model.to(dtype), labelled(samples=35)
+    some = [weight for weight in find_weights(model) if weight.places[0].role in ("linear", "experts")]
+    needs = frozenset({"fisher_gram", "output_gram", "input_gram"})
+    whole = measure(model, some, data, needs=needs, objective=TaskLoss(), quiet=True)
     monkeypatch.setattr(collect, "_least_room", lambda workers: 1)
-    parts = measure(model, some, data, needs=names, objective=TaskLoss(), quiet=True, scratch=tmp_path)
-    for name in names:
-        torch.testing.assert_close(whole.of(name).fisher_gram, parts.of(name).fisher_gram)
-        torch.testing.assert_close(whole.of(name).output_gram, parts.of(name).output_gram)
+    parts = measure(model, some, data, needs=needs, objective=TaskLoss(), quiet=True, scratch=tmp_path)
+    for weight in some:
+        for field in needs:
+            one, other = (getattr(made.of(weight.name), field) for made in (whole, parts))
+            assert torch.equal(one, other), (weight.name, field)
+
+
+def test_a_norm_behind_the_experts_and_tokens_without_one() -> None:
+    """Muse Spark's layer of experts; the number of the experts stands for none."""
+    from transformers.models.muse_spark import modeling_muse_spark
+
+    sizes = {"num_local_experts": 4, "moe_hidden_size": 16, "moe_intermediate_size": 12}
+    config = SimpleNamespace(**sizes, hidden_act="silu", post_norm_eps=1e-6, _experts_implementation="eager")
+    module = modeling_muse_spark.MuseSparkExperts(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    hidden, weights = torch.randn(10, 16), torch.rand(10, 2)
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(10)])
+    assert (index == 4).any()
+    before = module(hidden, index, weights)
+    with one_by_one([module]):
+        torch.testing.assert_close(module(hidden, index, weights), before)
+
+
+def test_a_model_is_as_before_after_an_interruption(model: Any) -> None:
+    """Interrupted in the middle of a measurement."""
+    module = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model.lm_head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, experts(model), labelled(), needs=InputGram().needs, quiet=True)
+    assert not {"forward", "_kflats_watched"} & vars(module).keys()
+
+
+def test_a_part_of_the_tokens_is_measured_sample_by_sample() -> None:
+    """As the text experts of ERNIE-4.5-VL have: another batch may have its tokens in other samples."""
+    assert _rows(torch.zeros(8, 3), torch.zeros(12, 3), "experts", 8) == ALONE
+    assert _rows(torch.zeros(16, 3), torch.zeros(24, 3), "experts", 8).fits(torch.zeros(16, 3), {}, 16)
+
+
+def test_a_class_with_a_forward_of_its_own_is_not_measured() -> None:
+    """Its formula is unknown."""
+    model = mixture_of_experts()
+    module = model.get_submodule(experts(model)[0].name.rpartition(".")[0])
+    kind: Any = type(module)
+
+    class Doubled(kind):
+        def forward(self, *args: Tensor) -> Any:
+            return 2 * super().forward(*args)
+
+    module.__class__ = Doubled
+    assert not any(weight.name.startswith("model.layers.0") for weight in experts(model))
+
+
+def test_statistics_without_experts_leave_them_unmeasured() -> None:
+    model = mixture_of_experts()
+    linear = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
+    found = measure(model, linear, labelled(), needs=KroneckerFisher().needs, objective=TaskLoss(), quiet=True)
+    names = [weight.name for weight in experts(model)]
+    recipes = {"all": KeepDense(), "linear": Auto(), "*experts.*": Auto()}
+    with pytest.warns(KflatsWarning, match="not measured: .*experts.*statistics lack them"):
+        report = compress_(model, recipes, keep="50%", statistics=found, quiet=True)
+    assert {one.importance["type"] for one in report.weights if one.name in names} == {"Uniform"}
 
 
 def test_codes_of_experts_come_back_from_files(model: Any, tmp_path: Path) -> None:
@@ -221,7 +289,8 @@ def load_state(model: Any) -> Any:
     return copy.eval()
 
 
-def test_auto_shares_bytes_by_loss_between_experts_and_layers(model: Any) -> None:
+def test_auto_shares_bytes_by_loss_between_experts_and_layers() -> None:
+    model = mixture_of_experts()
     names = {weight.name for weight in experts(model)}
     report = compress_(model, {"all": Auto()}, size="60%", calibration=labelled(), quiet=True)
     ours = [one for one in report.weights if one.name in names]

@@ -126,17 +126,9 @@ class Accumulator:
         if "reads" in self._vectors:
             self._add_table(calls)
             return
-        experts: dict[int, list[LayerCall]] = {}
-        for call in calls:
-            experts.setdefault(call.expert, []).append(call)
-        for expert, own in experts.items():
-            self._add_layer(own, expert)
-
-    def _add_layer(self, calls: list[LayerCall], expert: int) -> None:
-        """Add the gradients of a layer, or of one expert, whose outputs are a part of the weight's."""
-        samples = calls[0].samples
+        samples, expert = calls[0].samples, calls[0].expert
         width = _gradient(calls[0]).shape[2]
-        part = slice(expert * width, (expert + 1) * width)
+        part = slice(expert * width, (expert + 1) * width)  # of the outputs: those of one expert, or all
         squares = {key: sums[part] if key == COLUMN else sums for key, sums in self._squares.items()}
         step = samples
         if calls[0].role == "conv2d":

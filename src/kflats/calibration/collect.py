@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
 from kflats.calibration.counting import BLOCK
+from kflats.calibration.experts import one_by_one
 from kflats.calibration.hooks import ALONE, ActivationRecorder, SampleLayout, find_layouts, frozen, places
 from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
@@ -141,6 +142,7 @@ def measure(
     if layers and not _is_chain(model, layers, weights, kept, wanted, objective):
         layers = ()
     with (
+        one_by_one(module for module, _, role in places(model, weights) if role == "experts"),
         frozen(model, layers),
         explained(model, _UNMEASURED),
         progress_bar(quiet=quiet) as update,

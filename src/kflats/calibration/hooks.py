@@ -181,6 +181,8 @@ def _rows(a: Tensor, b: Tensor, role: str, length: int) -> SampleLayout:
     if min(a.ndim, b.ndim) < axes or a.shape[1:] != b.shape[1:] or 2 * len(b) != 3 * len(a):
         return ALONE
     rows = len(a) // 2
+    if role == "experts" and rows != length:  # they may be given a part of the tokens, another one in each batch
+        return ALONE
     return SampleLayout(0 if rows == length > 1 else rows) if rows and _alike(a, b[: len(a)]) else ALONE
 
 
@@ -306,7 +308,8 @@ class ActivationRecorder:
     Args:
         model, weights: the weights to record.
         on_input: called at each call of a layer, with the call and the input tensor as the layer received it.
-        on_gradients: called once per batch and weight, when the gradients of all its calls have arrived.
+        on_gradients: called once per batch and weight (of experts: and expert), when the gradients of all its calls
+            have arrived.
         layouts: from ``find_layouts``. one_sample: every batch holds one sample, so layouts are not needed.
         gradients: names of the weights whose output gradients are recorded.
 
@@ -328,7 +331,7 @@ class ActivationRecorder:
         self._model, self._weights, self._layouts = model, weights, layouts
         self._on_input, self._on_gradients = on_input, on_gradients
         self._gradients, self._one_sample = gradients, one_sample
-        self._calls: dict[str, list[LayerCall]] = {}
+        self._calls: dict[tuple[str, int], list[LayerCall]] = {}
         self._batch: dict[str, BatchValue] = {}
         self._samples = 0
         self._encoded: int | None = None
@@ -370,7 +373,7 @@ class ActivationRecorder:
 
     def finish(self) -> None:
         """Call after backward: reports the weights of which some call received no gradient."""
-        for weight, calls in self._calls.items():
+        for (weight, _), calls in self._calls.items():
             arrived = [call for call in calls if call.g is not None]
             if arrived:
                 self._on_gradients(weight, arrived)
@@ -400,7 +403,7 @@ class ActivationRecorder:
                 return None
             # A view would lose its hook where the model writes into it, as in y = linear(x); y += x.
             connected = self._connected(output.clone() if output._is_view() else output)
-            self._calls.setdefault(name, []).append(call)
+            self._calls.setdefault((name, 0), []).append(call)
             version = x._version
 
             def arrived(g: Tensor) -> None:
@@ -443,7 +446,7 @@ class ActivationRecorder:
         if name not in self._gradients or not torch.is_grad_enabled():
             return output
         connected = self._connected(output)
-        self._calls.setdefault(name, []).append(entry)
+        self._calls.setdefault((name, call.expert), []).append(entry)
 
         def arrived(g: Tensor) -> None:
             spread = g.new_zeros(x.shape[0] * x.shape[1], g.shape[1])
@@ -460,9 +463,9 @@ class ActivationRecorder:
             call.g = by_sample(g, self._samples, trailing=1)
             if call.role == "embedding":
                 call.g, call.x = _as_read(call.module, call.g, call.x)
-        waiting = self._calls[call.weight]
+        waiting = self._calls[call.weight, call.expert]
         if len(waiting) == 1:
-            del self._calls[call.weight]
+            del self._calls[call.weight, call.expert]
             self._on_gradients(call.weight, waiting)
 
     def _mask(self, module: nn.Module, raw: Tensor, x: Tensor) -> Tensor | None:

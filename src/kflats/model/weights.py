@@ -453,7 +453,8 @@ def _as_parameter(path: str, module: nn.Module, key: str) -> Weight | None:
 def is_experts(module: nn.Module, key: str) -> bool:
     """Whether the tensor ``key`` of ``module`` holds matrices of experts that transformers' own functions of experts
     multiply by (``use_experts_implementation``)."""
-    return key in EXPERTS and hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+    own = hasattr(type(module).forward, "__wrapped__")  # a class that is derived may have a forward of its own
+    return own and key in EXPERTS and hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 
 def as_parameter(model: nn.Module, weight: Weight) -> Weight:

@@ -86,10 +86,10 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
-        if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
-            if recipe is not None and as_recipe(recipe).importance.needs:
+        if chosen.importance.needs and rank != _NAME and _is_unmeasured(weight, data):
+            if weight.places[0].role == "experts" or (recipe is not None and as_recipe(recipe).importance.needs):
                 unmeasured.append(weight.name)
-            chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
+            chosen = replace(chosen, importance=Uniform())
         chosen = _with_rows_of_experts(weight, chosen)
         if rank == _NAME:
             check_calls(weight, chosen, trial)
@@ -107,11 +107,18 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         why = "which no layer of their own multiplies by, such as experts kept as one tensor; the word all names them"
         warnings.warn(KflatsWarning(f"not compressed: {some(apart)}, {why}"), stacklevel=2)
     if unmeasured:
-        why = "because no layer of their own multiplies by them; all their rows count alike"
+        why = "because no layer multiplies by them, or the statistics lack them; all their rows count alike"
         warnings.warn(KflatsWarning(f"not measured: {some(unmeasured)}, {why}"), stacklevel=2)
     if not selected:
         raise KflatsError("nothing is left to compress", hint="kflats inspect MODEL lists the weights")
     return tuple(selected)
+
+
+def _is_unmeasured(weight: Weight, data: CalibrationData) -> bool:
+    """Whether nothing is measured of a weight: of parameters that no layer calls, and of experts that the statistics
+    lack, as those of earlier versions do."""
+    role, given = weight.places[0].role, data.statistics
+    return role == "parameter" or (role == "experts" and given is not None and weight.name not in given.measured)
 
 
 def _with_rows_of_experts(weight: Weight, recipe: Recipe) -> Recipe:
