@@ -33,6 +33,7 @@ from kflats.calibration.hooks import ALONE, _rows
 from kflats.calibration.measurements import FIELDS
 from kflats.calibration.objectives import TaskLoss
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.export.integers import in_integers_
 from kflats.io import load_model
 from kflats.io.saving import save_model
 from kflats.model import weights as weights_module
@@ -343,3 +344,12 @@ def test_integers_of_experts_have_outputs_as_rows(model: Any) -> None:
     for recipe, rows in ((SVD(), "in_features"), (Recipe(SVD(), codec=Transform()), "out_features")):
         report = compress_(load_state(model), {name: recipe}, keep="60%", quiet=True)
         assert [one.matrix_rows for one in report.weights] == [rows]
+
+
+def test_integers_for_onnx_leave_experts_as_they_are() -> None:
+    """They are multiplied as floats there."""
+    model = mixture_of_experts()
+    before = {weight.name: model.get_parameter(weight.name).detach().clone() for weight in experts(model)}
+    ids = torch.randint(4, VOCABULARY, (1, 5))
+    in_integers_(model, lambda: model(input_ids=ids))
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())

@@ -30,7 +30,7 @@ from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredConv2d, FactoredHead, FactoredLinear
 from kflats.matrices.running import RoundedMatrix
 from kflats.model.swap import Swaps
-from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
+from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights, is_parameter
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
 _MIDDLE = 128
@@ -157,7 +157,8 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
 
     Layers of codes give the integers of the run-time form int8, with 63 as the largest. Dense linear layers and large
     dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a step for each output or
-    row. Layers that read one tensor share their scales, the geometric mean, so that it is rounded once.
+    row. Parameters that no layer of their own multiplies by stay as they are. Layers that read one tensor share their
+    scales, the geometric mean, so that it is rounded once.
 
     Args:
         model: in float32 on the CPU.
@@ -174,7 +175,8 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
     with Swaps(model, just_found=True) as swaps:
         for weight in weights:
             role, size = weight.places[0].role, weight.shape[0] * weight.shape[1]
-            if role != "conv2d" and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
+            dense = role == "conv2d" or is_parameter(role)  # stay floats in the graph
+            if not dense and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
                 rounded.append(_round_(swaps, weight))
     layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
     parts = {name: layer.matrix.scaled(transposed=layer.transposed) for name, layer in layers.items()}
