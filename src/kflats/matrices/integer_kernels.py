@@ -149,7 +149,8 @@ def _candidates(kind: str) -> list[IntegerKernel]:
         return [IntegerKernel(_Padded.of, 127, torch.int8, torch.int32)]
     plain = [IntegerKernel(_Plain.of, most, torch.int8, torch.int32) for most in (127, 63)]
     fbgemm = [IntegerKernel(_Fbgemm.of, most, torch.float32, torch.float32) for most in (127, 90)]
-    return plain + fbgemm if cpu_units() else fbgemm + plain
+    # oneDNN may be kept from units that the CPU has (ONEDNN_MAX_CPU_ISA); FBGEMM has them all the same.
+    return [plain[0], *fbgemm, plain[1]] if cpu_units() else fbgemm + plain
 
 
 @cache
