@@ -6,7 +6,7 @@ or, with AVX-512, adds pairs of products in 16 bits, of which integers to 63 are
 it takes the inputs as unsigned numbers, whose pairs fit into 16 bits up to 90, 2 x (2 x 90) x 90 = 32,400, and takes .7
 to .9 of the time of float32 from a sentence on (``benchmarks/products.py``). FBGEMM is in torch's own builds for x86,
 which name its quantized tensors deprecated (pytorch issue 184982): where a later torch has none, the operators of the
-other CPUs are tried.
+other CPUs are tried. Where oneDNN, which has ``torch._int_mm``, is kept from units of the CPU, FBGEMM is exact to 127.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ from kflats.model.weights import (
     QUANT_METHOD,
     FactoredLayer,
     Weight,
-    as_parameter,
     compute_dtype,
     factored_layers,
     find_weights,
@@ -47,6 +46,7 @@ from kflats.model.weights import (
     parameter,
     spellings,
     submodule,
+    with_parameter_role,
 )
 
 FORMAT_VERSION = 1
@@ -284,7 +284,7 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
             continue
         weight = weights[name]
         if weight.places[0].role == "experts" and module.places[0].role == "parameter":  # an earlier version's file
-            weight = as_parameter(model, weight)
+            weight = with_parameter_role(model, weight)
         if difference := _difference(model, module, weight):
             cause = "the config was edited, or belongs to another model"
             hint = "restore the folder, or compress again"

@@ -44,7 +44,7 @@ _SAME = (".device", ".requires_grad", ".is_meta")
 
 _RAW, _NARROW = 4096, 4  # numbers of a parameter, and the shorter side of its matrix, from which it is a weight
 
-EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that transformers gives to tensors of experts."""
 
 QUANT_METHOD = "kflats"
@@ -454,10 +454,10 @@ def is_experts(module: nn.Module, key: str) -> bool:
     """Whether the tensor ``key`` of ``module`` holds matrices of experts that transformers' own functions of experts
     multiply by (``use_experts_implementation``)."""
     own = hasattr(type(module).forward, "__wrapped__")  # a class that is derived may have a forward of its own
-    return own and key in EXPERTS and hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+    return own and key in _EXPERTS and hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 
-def as_parameter(model: nn.Module, weight: Weight) -> Weight:
+def with_parameter_role(model: nn.Module, weight: Weight) -> Weight:
     """The weight of experts as that of any other parameter, as files had it before experts had a role of their own."""
     table = parameter(model, weight.name)
     assert table is not None
