@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import kflats
 from kflats import SVD, Auto, Feedback, InputGram, KeepDense, KroneckerFisher, Recipe, Transform
 from kflats.codecs import Table
+from kflats.codecs import feedback as codec
 from kflats.codecs.feedback import _Source
 from kflats.codecs.streams import stored_bytes
 from kflats.common.errors import KflatsError
@@ -373,6 +375,29 @@ def test_in_equal_bytes_it_loses_less_than_axes(bits: float, sides: str) -> None
     _, ours = coded(matrix, bits, weighting, FEEDBACK)
     _, axes = coded(matrix, bits, weighting, Recipe(SVD(), codec=Transform()))
     assert ours < 0.7 * axes
+
+
+@pytest.mark.parametrize(("n", "d"), crossed([64, 96], [64, 96]))
+def test_at_few_bits_the_best_way_of_rounding_is_kept(n: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At equal bytes it loses no more than rounding to the nearest does, or by the first or the second prices alone."""
+    pytest.importorskip("constriction")
+    monkeypatch.setattr(codec, "_SMALL", 0)
+    weighting = Weighting(right=damp(gram(d, 1), 0.2))
+    problem = Problem(TensorRows(normal(n, d).float()), int(0.3 * n * d / 8) + 100, 4, weighting)
+
+    def error() -> float:
+        made = Feedback(damping=0.0).encode(KeepDense(), problem, torch.float32)
+        return weighted_error(problem.rows, made.matrix, weighting).error
+
+    monkeypatch.setattr(codec, "_FEW_BITS", 8 * problem.nbytes / (n * d) + 0.1)
+    best, rounding = error(), _Source.rounding
+    monkeypatch.setattr(codec, "_FEW_BITS", 0.0)
+    alone = []
+    for times in range(3):
+        monkeypatch.setattr(_Source, "rounding", partialmethod(rounding, times=times))
+        alone.append(error())
+    assert best <= 1.05 * min(alone)
+    assert best < 0.99 * alone[2]
 
 
 @pytest.mark.parametrize("bits", [2.0, *(pytest.param(bits, marks=slow) for bits in (3.0, 4.0, 6.0))])

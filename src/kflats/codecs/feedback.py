@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -72,6 +73,10 @@ _CLEARLY = 0.9
 """Paths whose squared error is at most this share of what was guessed for the grid are kept without trying the grid."""
 _PATH_SHARE = 0.8
 """The squared error of paths as a share of that of a grid, at equal bytes, about: ``benchmarks/paths.py``."""
+_FEW_BITS = 0.75
+"""Bits a number below which numbers are also rounded by the first prices, and to the nearest. The best of the three is
+kept: where most integers are 0, prices may raise later targets by more than they save. Measured at .25 bits on 7 layers
+of an encoder: the first prices left 6 and 10 % less error in two of them, and up to .5 % more in the others."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
 _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
@@ -95,8 +100,8 @@ class Feedback(Codec):
         a^_oi = (q_oi - sign(q_oi) shrink) r_o s_i,      s_i = 1 / R_ii,   r_o = c / L_oo of a class of rows
 
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
-    both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;
-    the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
+    both. One number c sets the rate. Rounding counts error and bits together; below .75 bits a number it is also tried
+    to the nearest and by other prices, and the least error is kept. Values are the means of their intervals; the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
     step (to an eighth of an octave), and a step for each class of rows. From 1.4 to 12 bits a number, and from 32 rows
     and columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From
     2.3 bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for
@@ -192,7 +197,19 @@ class Feedback(Codec):
         guess, how = _guessed(source, problem.nbytes, dtype)
 
         def on_grid(source: _Source) -> _Search[_Code]:
-            return _at_size(source, problem.nbytes, dtype, guess.c, how, source.rounding)
+            best = yield from _at_size(source, problem.nbytes, dtype, guess.c, how, source.rounding)
+            if 8 * problem.nbytes >= _FEW_BITS * source.matrix.numel():
+                return best
+            for times in (1, 0):
+                design, c = partial(source.rounding, times=times), best.c
+                try:
+                    code = yield from _at_size(
+                        source, problem.nbytes, dtype, c, design(source.likely(c, dtype), dtype), design
+                    )
+                except DoesNotFitError:
+                    continue
+                best = min(best, code, key=lambda each: each.error)
+            return best
 
         if not _takes_paths(problem.rows.shape, problem.nbytes):
             return (yield from on_grid(source))
@@ -322,10 +339,14 @@ class _Source:
             torch.div(self.matrix[here], steps, out=likely[here])
         return likely
 
-    def rounding(self, targets: Tensor, dtype: torch.dtype) -> Rounding:
-        """The rounding of ``targets`` by error and bits: first by plain prices, then by those of what was chosen."""
+    def rounding(self, targets: Tensor, dtype: torch.dtype, times: int = 2) -> Rounding:
+        """The rounding of ``targets`` by error and bits, by prices of what is chosen without any; then, ``times`` in
+        all, by prices of what was chosen. 0: to the nearest integers."""
+        if not times:
+            nearest = Rounding.plain(targets.shape)
+            return Rounding.nearest(self._quantizer(nearest, targets, dtype), self.labels)
         how = Rounding.plain(targets.shape, _FIRST_PART)
-        for _ in range(2):
+        for _ in range(times):
             how = Rounding.priced(self._quantizer(how, targets, dtype), self.labels)
         return how
 

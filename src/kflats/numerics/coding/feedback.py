@@ -157,6 +157,12 @@ class Rounding:
         return cls(torch.zeros(1, dtype=torch.int16).expand(shape), zero[0], zero + part, zero)
 
     @classmethod
+    def nearest(cls, quantizer: Quantizer, labels: Tensor) -> Rounding:
+        """To the nearest integer, with the values of ``quantizer``, which is as for ``priced``."""
+        contexts, zero = rows_at(labels, quantizer.contexts.to(torch.int16)), torch.zeros(len(quantizer.shrink), 1)
+        return cls(contexts, quantizer.shrink, 0.5 + quantizer.shrink.unsqueeze(1), zero)
+
+    @classmethod
     def priced(cls, quantizer: Quantizer, labels: Tensor) -> Rounding:
         """The best of 0 and the two nearest symbols, by squared steps and ``TRADE`` times the bits together.
 
