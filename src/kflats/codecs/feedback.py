@@ -101,11 +101,11 @@ class Feedback(Codec):
 
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
     both. One number c sets the rate. Rounding counts error and bits together; below .75 bits a number it is also tried
-    to the nearest and by other prices, and the least error is kept. Values are the means of their intervals; the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
-    step (to an eighth of an octave), and a step for each class of rows. From 1.4 to 12 bits a number, and from 32 rows
-    and columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From
-    2.3 bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for
-    these.
+    to the nearest and by other prices, and the least error is kept. Values are the means of their intervals; the
+    integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a step
+    (to an eighth of an octave), and a step for each class of rows. From 1.4 to 12 bits a number, and from 32 rows and
+    columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From 2.3
+    bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for these.
 
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 
