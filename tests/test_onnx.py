@@ -32,7 +32,7 @@ from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import encode
-from kflats.export.integers import INPUT_LIMIT, WEIGHT_LIMIT
+from kflats.export.integers import INPUT_LIMIT, SCALE_POWER, WEIGHT_LIMIT
 from kflats.export.onnx import FILE, INTEGER_FILE, OnnxExport, _attention_by_products, export_onnx
 from kflats.io import load_model
 from kflats.io.atomic import differences
@@ -398,7 +398,7 @@ def test_codes_give_the_integers_of_the_run_time_form(tmp_path: Path) -> None:
     swap_(model, find_weight(model, "0"), matrix, matrix_rows="out_features")
     x = torch.randn(3, 4, 48)
     made = in_integers(model, tmp_path, x)
-    rows, scales = matrix.scaled(transposed=True)
+    rows, scales = matrix.scaled(transposed=True, power=SCALE_POWER)
     product = RoundedMatrix.of(rows, scales, WEIGHT_LIMIT)
     ((numbers, _),) = factors(made.path)
     assert torch.equal(torch.from_numpy(numbers), product.numbers)

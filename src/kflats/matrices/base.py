@@ -97,9 +97,14 @@ class Matrix(nn.Module):
         ``vecmat`` and ``matvec`` are that form already, as with floating-point factors."""
         return None
 
-    def scaled(self, *, transposed: bool) -> tuple[Tensor, Tensor] | None:
+    def scaled(self, *, transposed: bool, power: float = 0.5) -> tuple[Tensor, Tensor] | None:
         """What integers are made of: the (out, in) matrix in float32, and (in,) scales, by which inputs are multiplied
-        and columns divided. None: it has no form in integers, as with floating-point factors."""
+        and columns divided. None: it has no form in integers, as with floating-point factors.
+
+        Args:
+            power: of the steps of columns, which the scales are where a code has such steps. At 1 the columns are
+                even, and at 0 the inputs are as they come.
+        """
         return None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -436,13 +436,13 @@ class CodedMatrix(Matrix):
         return DenseProduct(tuple(factor.contiguous() for factor in turned))
 
     @torch.no_grad()
-    def scaled(self, *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """As ``Matrix.scaled``: the scales are the square roots of the steps of columns, where these are inputs."""
+    def scaled(self, *, transposed: bool, power: float = 0.5) -> tuple[Tensor, Tensor]:
+        """As ``Matrix.scaled``. Where rows are inputs, or columns have no steps, their sizes give the scales."""
         self._check_ready()
         whole, steps = self._whole(torch.float32), self._get("column_steps")
         weight = whole if transposed else whole.T
         if steps is not None and transposed:
-            return weight, torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE))
+            return weight, torch.exp2(power * steps.to(torch.float32) / STEPS_AN_OCTAVE)
         return weight, evening_scales(weight)
 
     def resized(self, n: int) -> CodedMatrix:
