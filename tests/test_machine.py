@@ -35,6 +35,20 @@ def test_limits_of_containers(groups: str, files: dict[str, str], limits: list[i
     assert machine._group_limits(tmp_path / "none", tmp_path / "fs") == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", "AuthenticAMD 25 17"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "0x41 0xd40"),
+        ("", ""),
+    ],
+)
+def test_the_model_of_a_processor(lines: str, said: str, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"{lines}\n{lines.replace('0', '1')}")
+    assert machine.cpu_model(info) == said
+
+
 def test_workers_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 2**50)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

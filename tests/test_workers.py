@@ -187,11 +187,13 @@ def test_workers_that_differ_are_refused_or_named(capsys: pytest.CaptureFixture[
 
 
 def test_what_last_digits_depend_on_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processors of one instruction set differ where one has units that the other lacks."""
+    """Two processors of one instruction set differ where one has units that the other lacks, or another maker."""
     here = workers_module._surroundings()
     assert {"torch", "Python", "processor", "threads"} <= here.keys()
-    monkeypatch.setattr(workers_module, "cpu_units", lambda: ("a unit of tomorrow",))
-    assert workers_module._surroundings()["processor"] != here["processor"]
+    for name, other in (("cpu_units", ("a unit of tomorrow",)), ("cpu_model", "GenuineOther 6 1")):
+        with monkeypatch.context() as there:
+            there.setattr(workers_module, name, lambda other=other: other)
+            assert workers_module._surroundings()["processor"] != here["processor"]
 
 
 def test_copies_of_a_model_are_one_model_and_other_weights_are_another(tiny_folder: Path, tmp_path: Path) -> None:

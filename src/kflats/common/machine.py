@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,23 @@ def cpu_units() -> tuple[str, ...]:
     flags = set(info.read_text(encoding="ascii", errors="replace").split()) if info.is_file() else set()
     names = ("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
     return tuple(name for name in names if name in flags)
+
+
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The maker, family and model of the first processor, as Linux numbers them; elsewhere what Python knows of it.
+
+    Libraries of linear algebra choose kernels by the maker, and the sizes of blocks by caches.
+
+    >>> isinstance(cpu_model(), str)
+    True
+    """
+    if not info.is_file():
+        return platform.processor()
+    text = info.read_text(encoding="ascii", errors="replace")
+    first = [line.partition(":") for line in text.strip().split("\n\n")[0].splitlines()]
+    said = {name.strip(): value.strip() for name, _, value in first}
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+    return " ".join(said[name] for name in names if name in said)
 
 
 def started_workers() -> int | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
-from kflats.common.machine import cpu_units, started_workers
+from kflats.common.machine import cpu_model, cpu_units, started_workers
 
 PATIENCE = 120.0
 """Seconds without a sign of life after which a worker counts as lost."""
@@ -495,7 +495,7 @@ def _surroundings() -> dict[str, str]:
         with suppress(ImportError):
             versions[name] = version(name)
     # Libraries choose their kernels by these, and kernels differ in the last digits.
-    units = " ".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_units()))
+    units = " ".join((platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_units(), cpu_model()))
     return versions | {
         "Python": platform.python_version(),
         "processor": units,
