@@ -40,6 +40,7 @@ def test_limits_of_containers(groups: str, files: dict[str, str], limits: list[i
     [
         ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", "AuthenticAMD 25 17"),
         ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "0x41 0xd40"),
+        ("processor\t: 0\ncpu\t\t: POWER9\nclock\t: 2MHz\n", "POWER9"),
         ("", ""),
     ],
 )

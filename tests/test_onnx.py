@@ -392,13 +392,16 @@ def test_dense_layers_multiply_exact_integers(tmp_path: Path) -> None:
     assert all(isinstance(layer, nn.Linear | conv1d) for layer in model)  # the model given is as it was
 
 
-def test_codes_give_the_integers_of_the_run_time_form(tmp_path: Path) -> None:
+def test_codes_give_integers_whose_columns_are_more_even(tmp_path: Path) -> None:
     matrix = with_feedback_steps(20, 48)
     model = Reads(nn.Linear(48, 20))
     swap_(model, find_weight(model, "0"), matrix, matrix_rows="out_features")
     x = torch.randn(3, 4, 48)
     made = in_integers(model, tmp_path, x)
     rows, scales = matrix.scaled(transposed=True, power=SCALE_POWER)
+    steps = matrix.tensors()["column_steps"].float() / 8  # eighths of an octave
+    torch.testing.assert_close(scales, torch.exp2(0.7 * steps))
+    torch.testing.assert_close(matrix.scaled(transposed=True)[1], torch.exp2(0.5 * steps))
     product = RoundedMatrix.of(rows, scales, WEIGHT_LIMIT)
     ((numbers, _),) = factors(made.path)
     assert torch.equal(torch.from_numpy(numbers), product.numbers)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from functools import partialmethod
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from kflats.codecs import Table
 from kflats.codecs import feedback as codec
 from kflats.codecs.feedback import _Source
 from kflats.codecs.streams import stored_bytes
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.protocol import Problem
+from kflats.methods.protocol import Factored, Problem
 from kflats.numerics.coding.feedback import (
     MetricSide,
     Rounded,
@@ -181,13 +182,15 @@ def test_matrices_that_are_rounded_together_are_those_rounded_alone(
 
 @pytest.mark.slow
 def test_matrices_that_are_encoded_together_are_those_encoded_alone() -> None:
-    """To the byte, whatever each one's budget asks for: the grid, paths, both, or a search that ends sooner."""
+    """To the byte, whatever each one's budget asks for: three ways on the grid, one, paths, both, or a search that ends
+    sooner."""
     pytest.importorskip("constriction")
-    n, d = 40, 48
+    n, d = 64, 48
     problems = [
         Problem(TensorRows(normal(n, d, seed).float()), round(bits * n * d / 8), 4, Weighting(left, right))
         for seed, (bits, left, right) in enumerate(
             [
+                (0.7, gram(n, 8), gram(d, 9)),
                 (1.2, gram(n, 1), gram(d, 2)),
                 (2.0, gram(n, 3), gram(d, 4)),
                 (4.0, gram(n, 5), gram(d, 6)),
@@ -203,7 +206,10 @@ def test_matrices_that_are_encoded_together_are_those_encoded_alone() -> None:
         assert torch.equal(made.matrix.dense(), alone.matrix.dense())
 
 
-def test_what_a_search_made_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "sources"), [(4.0, 3), (0.7, 1)])
+def test_what_a_search_made_is_gone_when_the_next_begins(
+    bits: float, sources: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Factors of Gram matrices may be most of the memory: at a time there are those of one source for each matrix."""
     pytest.importorskip("constriction")
     alive: list[tuple[int, int]] = []
@@ -225,10 +231,10 @@ def test_what_a_search_made_is_gone_when_the_next_begins(monkeypatch: pytest.Mon
     monkeypatch.setattr(_Source, "of", classmethod(source_of))
     monkeypatch.setattr(kflats.codecs.feedback, "rounded_together", rounding)
     monkeypatch.setattr(kflats.codecs.feedback, "_CLEARLY", 0.0)  # the grid is tried again after the paths
-    n, d = 40, 48
-    problem = Problem(TensorRows(normal(n, d).float()), n * d // 2, 4, Weighting(gram(n, 1), gram(d, 2)))
+    n, d = 64, 48
+    problem = Problem(TensorRows(normal(n, d).float()), int(bits * n * d / 8), 4, Weighting(gram(n, 1), gram(d, 2)))
     Feedback().encode(KeepDense(), problem, torch.float32)
-    assert alive == [(0, 0)] * 3
+    assert alive == [(0, 0)] * sources
 
 
 def test_large_matrices_are_encoded_one_at_a_time() -> None:
@@ -377,27 +383,78 @@ def test_in_equal_bytes_it_loses_less_than_axes(bits: float, sides: str) -> None
     assert ours < 0.7 * axes
 
 
-@pytest.mark.parametrize(("n", "d"), crossed([64, 96], [64, 96]))
-def test_at_few_bits_the_best_way_of_rounding_is_kept(n: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At equal bytes it loses no more than rounding to the nearest does, or by the first or the second prices alone."""
+Search = Callable[..., Generator[ToRound, Rounded, Any]]
+
+
+def few_bits(n: int, d: int, bits: float, seed: int = 1) -> Problem:
+    """Under the damped Gram of the columns, so that a codec without damping minimises the weighted error itself."""
+    weighting = Weighting(right=damp(gram(d, seed), 0.2))
+    return Problem(TensorRows(normal(n, d).float()), int(bits * n * d / 8), 4, weighting)
+
+
+def test_of_few_bits_the_best_of_three_codes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second prices, by the first ones, or to the nearest."""
     pytest.importorskip("constriction")
-    monkeypatch.setattr(codec, "_SMALL", 0)
-    weighting = Weighting(right=damp(gram(d, 1), 0.2))
-    problem = Problem(TensorRows(normal(n, d).float()), int(0.3 * n * d / 8) + 100, 4, weighting)
+    search: Search = codec._at_size
+    least, found = 0, list[Any]()
 
-    def error() -> float:
-        made = Feedback(damping=0.0).encode(KeepDense(), problem, torch.float32)
-        return weighted_error(problem.rows, made.matrix, weighting).error
+    def seen(*given: Any) -> Generator[ToRound, Rounded, Any]:
+        code = yield from search(*given)
+        found.append(replace(code, error=0.0) if len(found) == least else code)
+        return found[-1]
 
-    monkeypatch.setattr(codec, "_FEW_BITS", 8 * problem.nbytes / (n * d) + 0.1)
-    best, rounding = error(), _Source.rounding
-    monkeypatch.setattr(codec, "_FEW_BITS", 0.0)
-    alone = []
-    for times in range(3):
-        monkeypatch.setattr(_Source, "rounding", partialmethod(rounding, times=times))
-        alone.append(error())
-    assert best <= 1.05 * min(alone)
-    assert best < 0.99 * alone[2]
+    def encoded(problem: Problem) -> Factored:
+        found.clear()
+        return Feedback(damping=0.0).encode(KeepDense(), problem, torch.float32)
+
+    monkeypatch.setattr(codec, "_at_size", seen)
+    problem = few_bits(64, 96, 0.5)
+    for least in range(3):
+        made = encoded(problem)
+        assert made is found[least].stored
+        assert len({code.stored.matrix.checksum() for code in found}) == 3
+    least = 3  # none is pretended
+    made, errors = encoded(problem), [code.error for code in found]
+    assert made is found[errors.index(min(errors))].stored
+    assert weighted_error(problem.rows, made.matrix, problem.weighting).error == pytest.approx(min(errors), rel=1e-3)
+    assert min(errors) < 0.99 * errors[0]
+    encoded(few_bits(64, 96, 0.8))
+    assert len(found) == 1
+
+
+def test_a_budget_that_one_way_cannot_meet_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("constriction")
+    search: Search = codec._at_size
+    refused = DoesNotFitError("no", cause="none")
+    calls, failing = list[Any](), 0
+
+    def first_fails(*given: Any) -> Generator[ToRound, Rounded, Any]:
+        calls.append(given)
+        if len(calls) <= failing:
+            raise refused
+        return (yield from search(*given))
+
+    monkeypatch.setattr(codec, "_at_size", first_fails)
+    problem = few_bits(64, 64, 0.5)
+    for one in (1, 2):
+        calls, failing = [], one
+        assert Feedback().encode(KeepDense(), problem, torch.float32).nbytes <= problem.nbytes
+        assert len(calls) == 3
+    calls, failing = [], 3
+    with pytest.raises(DoesNotFitError) as raised:
+        Feedback().encode(KeepDense(), problem, torch.float32)
+    assert raised.value is refused
+
+
+def test_the_nearest_integers_with_the_values_of_a_quantizer() -> None:
+    targets, labels = 3 * normal(40, 30).float(), torch.arange(40) % 2
+    plain = Rounding.plain((40, 30))
+    quantizer = designed(Rounded(plain.levels(targets), targets), labels)
+    nearest = Rounding.nearest(quantizer, labels)
+    assert bool((quantizer.shrink > 0).any())
+    assert torch.equal(nearest.levels(targets), targets.round().to(torch.int16))
+    error, without = ((targets - how.values(how.levels(targets))).square().sum() for how in (nearest, plain))
+    assert error < without
 
 
 @pytest.mark.parametrize("bits", [2.0, *(pytest.param(bits, marks=slow) for bits in (3.0, 4.0, 6.0))])

@@ -429,7 +429,7 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
 
     Args:
         patience: seconds without a sign of life after which a worker counts as lost. allow_unlike: workers with other
-            versions, threads or instruction sets are announced and not refused.
+            versions, threads or processors are announced and not refused.
 
     Raises:
         KflatsError: workers that differ, or cannot be reached; a worker is lost, or failed.

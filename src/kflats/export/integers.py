@@ -161,10 +161,10 @@ class Integers(nn.Module):
 def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
     """Let the linear layers and tied heads of ``model`` multiply integers, in place; not to be saved afterwards.
 
-    Layers of codes give the integers of the run-time form int8, with 63 as the largest. Dense linear layers and large
-    dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a step for each output or
-    row. Parameters that no layer of their own multiplies by stay as they are. Layers that read one tensor share their
-    scales, the geometric mean, so that it is rounded once.
+    Layers of codes give integers as the run-time form int8 does, with 63 as the largest and other scales. Dense linear
+    layers and large dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a step for
+    each output or row. Parameters that no layer of their own multiplies by stay as they are. Layers that read one
+    tensor share their scales, the geometric mean, so that it is rounded once.
 
     Args:
         model: in float32 on the CPU.

@@ -102,8 +102,8 @@ class Matrix(nn.Module):
         and columns divided. None: it has no form in integers, as with floating-point factors.
 
         Args:
-            power: of the steps of columns, which the scales are where a code has such steps. At 1 the columns are
-                even, and at 0 the inputs are as they come.
+            power: if a code has steps of columns, the scales are this power of them. At 1 the columns are even, and at
+                0 the inputs are as they come. Other codes take no notice of it.
         """
         return None
 

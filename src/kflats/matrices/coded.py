@@ -437,7 +437,7 @@ class CodedMatrix(Matrix):
 
     @torch.no_grad()
     def scaled(self, *, transposed: bool, power: float = 0.5) -> tuple[Tensor, Tensor]:
-        """As ``Matrix.scaled``. Where rows are inputs, or columns have no steps, their sizes give the scales."""
+        """As ``Matrix.scaled``. Without steps of columns, or where rows are inputs, their sizes give the scales."""
         self._check_ready()
         whole, steps = self._whole(torch.float32), self._get("column_steps")
         weight = whole if transposed else whole.T
