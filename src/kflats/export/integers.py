@@ -36,9 +36,9 @@ from kflats.model.weights import Weight, dense_weight, factored_layers, find_wei
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
 SCALE_POWER = 0.7
-"""Of the steps of columns, as scales of inputs. Inputs have twice as many integers here as the matrix has, so columns
-are made more even than by the square root. Chosen among .5, .6 ... 1 on sentences of CoLA (dev) and paragraphs of
-WikiText-2 (valid): 1 - cosine of a folder of 8 MB is .0025 and .0024, and .0028 and .0032 with the square root."""
+"""Of the steps of columns, as scales of inputs: ``benchmarks/integer_scales.py``, on sentences of CoLA (dev) and
+paragraphs of WikiText-2 (valid). Inputs have twice as many integers here as the matrix has, so columns are made more
+even than by the square root."""
 _MIDDLE = 128
 _STEP = 1.0 / INPUT_LIMIT
 _OUTPUTS = 16
