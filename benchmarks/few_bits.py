@@ -11,6 +11,7 @@ that is kept, which is the best of the three below .75 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -26,6 +27,7 @@ from kflats.io import load_model
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem
 from kflats.model.weights import find_weights
+from kflats.numerics.coding.feedback import Rounding
 from kflats.planning.calibration_data import CalibrationData
 
 BITS = (0.15, 0.25, 0.5, 0.7, 1.0, 1.3)
@@ -64,7 +66,8 @@ def errors(given: Table, bits: float) -> dict[str, float]:
         made = CODEC.encode(KeepDense(), problem, given.dtype).matrix
         return weighted_error(given.rows, made, judge).error
 
-    rounding, found = feedback._Source.rounding, dict[str, float]()
+    rounding: Callable[..., Rounding] = feedback._Source.rounding
+    found = dict[str, float]()
     with patch.object(feedback, "_FEW_BITS", 0.0):
         for way, times in ALONE.items():
             with patch.object(feedback._Source, "rounding", lambda *given, own=times, **_: rounding(*given, own)):

@@ -75,9 +75,8 @@ _PATH_SHARE = 0.8
 """The squared error of paths as a share of that of a grid, at equal bytes, about: ``benchmarks/paths.py``."""
 _FEW_BITS = 0.75
 """Bits a number below which numbers are also rounded by the first prices, and to the nearest. The best of the three is
-kept: where most integers are 0, prices may raise later targets by more than they save. Measured at .25 bits on 7 layers
-of an encoder: the first prices left 6 and 10 % less error in two of them, and up to .5 % more in the others. It takes
-two to three times as long."""
+kept, which takes two to three times as long. Where most integers are 0, prices may raise later targets by more than
+they save: ``benchmarks/few_bits.py``. From .5 bits on this was seen in small matrices alone."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
 _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
