@@ -50,12 +50,9 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
     text = info.read_text(encoding="ascii", errors="replace")
     first = [line.partition(":") for line in text.strip().split("\n\n")[0].splitlines()]
     said = {name.strip(): value.strip() for name, _, value in first}
-    x86, arm, others = (
-        ("vendor_id", "cpu family", "model"),
-        ("CPU implementer", "CPU part"),
-        ("cpu", "mvendorid", "marchid"),
-    )
-    return " ".join(said[name] for name in (*x86, *arm, *others) if name in said)
+    names = ["vendor_id", "cpu family", "model"]  # x86
+    names += ["CPU implementer", "CPU part", "cpu", "mvendorid", "marchid"]  # ARM, POWER, RISC-V
+    return " ".join(said[name] for name in names if name in said)
 
 
 def started_workers() -> int | None:
