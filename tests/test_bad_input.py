@@ -155,10 +155,9 @@ def change(folder: Path, edit) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=["svd", "flats"])
-def test_a_table_with_values_that_are_no_numbers(folder, bad, method):
+def test_a_table_with_values_that_are_no_numbers(folder, bad):
     change(folder, lambda t: t[f"{TABLE}.weight"].__setitem__((7, 3), bad))
-    error = refused(rf"{TABLE}: .*row 7", folder, method=method)
+    error = refused(rf"{TABLE}\.weight has NaN .*rows 7 to 7 of", folder)
     assert error.cause
     assert error.hint
 
@@ -191,7 +190,7 @@ def test_numbers_of_flats_that_are_no_whole_numbers(options):
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no safetensors.*pickle"),
         (lambda f: (f / "model.safetensors").unlink(), r"has a config.json and no safetensors.*did not finish"),
         (lambda f: (f / "model.safetensors").write_bytes(b"short"), "cannot be read"),
-        (lambda f: change(f, lambda t: t.update({f"{TABLE}.weight": torch.zeros(9, 16)})), "cannot be loaded"),
+        (lambda f: change(f, lambda t: t.update({f"{TABLE}.weight": torch.zeros(9, 16)})), r"of shape \(9, 16\)"),
     ],
     ids=["no folder", "no config", "broken config", "pickle", "no weights", "truncated", "other shape"],
 )

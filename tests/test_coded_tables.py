@@ -578,6 +578,41 @@ def test_rows_that_are_not_there(table: CodedTable) -> None:
             table.rows(torch.tensor(ids))
 
 
+def test_ids_without_numbers_of_their_own(table: CodedTable) -> None:
+    masked = np.ma.MaskedArray([1, 2, N], mask=[False, False, True])
+    with pytest.raises(KflatsError, match="ids with a mask are not supported"):
+        table.rows(masked)
+    for ids in (torch.ones(2, 2, dtype=torch.int64).to_sparse(), torch.ones(2, dtype=torch.int64, device="meta")):
+        with pytest.raises(KflatsError, match="with a layout of their own"):
+            table.rows(ids)
+    with pytest.raises(KflatsError, match=r"shape \(2, 1\) are not supported by take"):
+        table.take(torch.ones(2, 1, dtype=torch.int64))
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[3, 1], [0, 3]])
+    assert np.array_equal(table.rows(matrix), table.rows(np.asarray(matrix)))
+    for path in (None, b"table", 3):
+        with pytest.raises(KflatsError, match="by the name of its folder"):
+            open_table(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("padding", [4, -1, None])
+def test_an_id_that_stands_for_no_token_is_left_out_of_bags(table: CodedTable, padding: int | None) -> None:
+    whole = all_rows(table).float()
+    ids = torch.tensor([[4, N - 1, 2], [4, 4, 4], [1, 2, 3]])
+    for mode in ("sum", "mean", "max"):
+        bag = TableEmbeddingBag(table, mode, padding_idx=padding)
+        dense = nn.EmbeddingBag.from_pretrained(whole, mode=mode, padding_idx=padding)
+        torch.testing.assert_close(bag(ids), dense(ids), rtol=1e-5, atol=1e-5)
+        assert bag.padding_idx == dense.padding_idx
+    assert (
+        TableEmbedding(table, padding).padding_idx
+        == nn.Embedding.from_pretrained(whole, padding_idx=padding).padding_idx
+    )
+    for beyond in (N, -N - 1):
+        with pytest.raises(KflatsError, match=f"padding_idx={beyond} is not supported"):
+            TableEmbedding(table, beyond)
+
+
 def test_layers_are_those_of_the_whole_table(table: CodedTable) -> None:
     whole = all_rows(table).float()
     ids = torch.randint(N, (4, 6), generator=torch.Generator().manual_seed(3))

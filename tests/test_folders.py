@@ -45,6 +45,15 @@ def test_a_new_folder_appears_at_the_end(tmp_path: Path) -> None:
     assert [p.name for p in out.parent.iterdir()] == ["small"]
 
 
+def test_the_home_of_an_unknown_user_is_a_name_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for out in ("~nobody-of-this-name/small", "~/small"):
+        with new_folder(out) as aside:
+            (aside / "a.txt").write_text("a")
+    assert contents(tmp_path) == {"home/small/a.txt": "a", "~nobody-of-this-name/small/a.txt": "a"}
+
+
 @pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
 def test_files_are_for_whom_new_files_are_for(mask: int, tmp_path: Path) -> None:

@@ -162,7 +162,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "integers": (lambda folder: numbers(folder / "x.npy", np.int64), "holds int64"),
     "the other byte order": (lambda folder: numbers(folder / "x.npy", ">f4"), "holds >f4"),
     "one axis": (lambda folder: numbers(folder / "x.npy", np.float32, (6,)), r"x\.npy.*non-empty matrix"),
-    "no rows": (lambda folder: numbers(folder / "x.npy", np.float32, (0, 3)), r"x\.npy.*non-empty matrix"),
+    "no rows": (lambda folder: numbers(folder / "x.npy", np.float32, (0, 3)), r"x\.npy holds no rows"),
+    "no rows in any file": (
+        lambda folder: [numbers(folder / f"{i}.npy", np.float32, (0, 3)) for i in range(3)] and folder,
+        r"0\.npy and the 2 after it hold no rows",
+    ),
+    "tensors of a model": (
+        lambda folder: [save_file({name: drawn(2, 3)}, folder / f"{name}.safetensors") for name in "ab"] and folder,
+        r"a\.safetensors holds 'a', and .*b\.safetensors holds 'b', which are not parts of one table",
+    ),
+    "empty lists": (lambda folder: ragged(folder / "x.parquet", [[], []]), "lists without numbers"),
     "an array": (lambda folder: np.zeros((2, 3)), "ndarray is not supported as a source"),
     "nothing": (lambda folder: None, "NoneType is not supported as a source"),
     "numbers without zeros": (
@@ -205,6 +214,35 @@ def ragged(path: Path, lists: list[list[float | None]]) -> Path:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(arrow.table({"vector": arrow.array(lists, type=arrow.list_(arrow.float32()))}), path)
     return path
+
+
+def test_a_stream_that_was_cut_between_its_parts_is_refused(tmp_path: Path) -> None:
+    """Which reads like a whole one with fewer rows."""
+    arrow, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
+    path, whole = tmp_path / "x.arrow", arrow.table({"vector": column(drawn(90, 6), "fixed")})
+    with ipc.new_stream(path, whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=30)
+    assert open_rows(path).shape == (90, 6)
+    data = path.read_bytes()
+    source = arrow.BufferReader(data)
+    messages = ipc.MessageReader.open_stream(source)
+    for _ in range(3):  # the schema and two batches
+        messages.read_next_message()
+    path.write_bytes(data[: source.tell()])
+    with ipc.open_stream(path) as cut:
+        assert cut.read_all().num_rows == 60
+    with pytest.raises(KflatsError, match=r"x\.arrow ends without the mark of its end"):
+        open_rows(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_without_rows_are_left_out(form: str, tmp_path: Path) -> None:
+    """As programs write them that divide few rows among many files."""
+    for part, count in enumerate((0, 3, 0, 2)):
+        FORMS[form](drawn(5, 6)[:count], tmp_path / f"part-{part}")
+    rows = open_rows(tmp_path)
+    assert torch.equal(rows.take(torch.arange(3)).double(), drawn(5, 6)[:3].double())
+    assert (rows.shape, rows.place(4)) == ((5, 6), f"row 1 of {sorted(tmp_path.iterdir())[3]}")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

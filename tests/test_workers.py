@@ -531,6 +531,30 @@ FINDS_WORKERS = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason=
 
 @pytest.mark.slow
 @FINDS_WORKERS
+def test_a_run_in_the_background_of_a_script_is_ended_with_its_workers(
+    undisturbed: Callable[[str], Undisturbed], tmp_path: Path
+) -> None:
+    """Such processes ignore what a terminal sends (SIGINT), and so do those that they start."""
+    whole, out = undisturbed("model"), tmp_path / "small"
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command(whole.source, out), "--workers", "2"],
+        env=SURROUNDINGS,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    BEGUN.append(process)
+    begun(process)
+    assert came(process, beside(out, "new").exists)
+    process.terminate()
+    assert "interrupted" in ended(process)
+    assert process.returncode
+    assert not out.exists()
+    check_made(compressed(whole.source, out, 2), out, whole.files)
+
+
+@pytest.mark.slow
+@FINDS_WORKERS
 @pytest.mark.parametrize("seed", range(30))
 def test_a_worker_killed_at_work_ends_the_run_and_the_same_command_resumes(
     seed: int, undisturbed: Callable[[str], Undisturbed], tmp_path: Path

@@ -24,7 +24,7 @@ from kflats import compress_folder
 from kflats.calibration import collect, layers
 from kflats.calibration.accumulators import Accumulator
 from kflats.calibration.collect import measure
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.workers import Workers
 from kflats.compress import pipeline
 from kflats.io import saving
@@ -83,11 +83,78 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: 
         name = next(key for key, tensor in tensors.items() if tensor.ndim == 2)
         tensors[name][1:4, 2] = torch.nan
         save_file(tensors, shard, metadata={"format": "pt"})
-        messages = [f"{name.removesuffix('.weight')}: the matrix has NaN or infinite values"]
+        messages = [f"the weight {name} has NaN or infinite values"]
         messages += [f"NaN or infinity in rows 1 to 3 of {name!r} in {shard.name}"]
     with pytest.raises(KflatsError, match=".*".join(map(re.escape, messages))):
         compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("how", [{"keep": "60%"}, {"size": "50%"}], ids=["the table alone", "all"])
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_numbers_that_stay_as_they_are_must_be_finite(how: dict[str, str], number: float, tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].make(False)
+    with torch.no_grad():
+        model.model.norm.weight[3] = number
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        KflatsError, match=r"model\.norm\.weight has NaN .* in rows 3 to 3 of 'model\.norm\.weight' in model"
+    ):
+        compress_folder(tmp_path / "model", tmp_path / "small", proof=False, quiet=True, **how)
+    with pytest.raises(KflatsError, match=r"model\.norm\.weight has NaN"):
+        pipeline.plan_folder(tmp_path / "model", quiet=True, **how)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("lost", ["a file and the index", "a tensor", "all of a file"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "mapped"])
+def test_tensors_that_the_files_lack_are_named(lost: str, mapped: bool, tmp_path: Path) -> None:
+    """transformers would draw them, and only say so."""
+    ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    first = min(tensors)
+    if lost == "a file and the index":
+        shard.unlink()
+        (tmp_path / "model.safetensors.index.json").unlink()
+    else:
+        kept = {name: tensor for name, tensor in tensors.items() if name != first} if lost == "a tensor" else {}
+        save_file(kept, shard, metadata={"format": "pt"})
+    message = "cannot be loaded" if lost == "a file and the index" and not mapped else f"lack the tensor {first!r}"
+    with pytest.raises(KflatsError, match=re.escape(message)):
+        load_model(tmp_path, mapped=mapped)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "mapped"])
+def test_tensors_of_another_shape_are_named(mapped: bool, tmp_path: Path) -> None:
+    ARCHITECTURES["bert"].make(False).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("LayerNorm.weight"))
+    save_file(tensors | {name: torch.ones(7)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(KflatsError, match=rf"{re.escape(name)}.* is of shape \(7,\), and in the model .* of \(\d+,\)"):
+        load_model(tmp_path, mapped=mapped)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "mapped"])
+def test_a_pooler_that_was_never_saved_is_drawn_alike(mapped: bool, tmp_path: Path) -> None:
+    """With a warning; half of a pooler is damage."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for left, kept in enumerate(([], ["pooler.dense.bias"])):
+        some = {name: one for name, one in tensors.items() if "pooler" not in name or name in kept}
+        save_file(some, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if left:
+            with pytest.raises(KflatsError, match=r"lack the tensor 'pooler\.dense\.weight'"):
+                load_model(tmp_path, mapped=mapped)
+            continue
+        drawn = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            with pytest.warns(KflatsWarning, match="no pooler: its weights are random"):
+                drawn.append(load_model(tmp_path, mapped=mapped).state_dict())
+        assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in tensors)
+        assert all(torch.equal(drawn[0][name], some[name]) for name in some)
 
 
 def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +254,13 @@ def test_generation_settings_and_shards(tmp_path: Path) -> None:
     note = json.loads(index.read_text())
     note["weight_map"] = {name: f"../{file}" for name, file in note["weight_map"].items()}
     index.write_text(json.dumps(note))
-    with pytest.raises(KflatsError, match="outside of the folder"):
-        load_model(tmp_path, mapped=True)
+    for mapped in (True, False):
+        with pytest.raises(KflatsError, match="outside of the folder"):
+            load_model(tmp_path, mapped=mapped)
+    for damaged in ("{}", "[]", "{", '{"weight_map": 3}'):
+        index.write_text(damaged)
+        with pytest.raises(KflatsError, match="names no files of weights"):
+            load_model(tmp_path)
 
 
 def batches(model: Any = None, count: int = 3) -> list[dict[str, torch.Tensor]]:

@@ -48,6 +48,7 @@ from kflats.cli.workers import WorkerOptions, is_first, is_started, joined, star
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.machine import available_bytes, is_out_of_memory
+from kflats.common.paths import expanded
 from kflats.common.release import version
 from kflats.common.run_forms import RunAs
 from kflats.io.atomic import MANIFEST, check_file, check_folder
@@ -68,7 +69,7 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     if is_coded_table(model):
         from kflats.tables import open_table
 
-        coded = open_table(folder := Path(model).expanduser())
+        coded = open_table(folder := expanded(model))
         coded.index.check_files(folder)
         flats = "" if coded.flats == 1 else f", {coded.flats} flats"
         typer.echo(f"{_table_line(folder, coded.index)}{flats}")

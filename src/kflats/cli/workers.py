@@ -80,7 +80,9 @@ def start(options: WorkerOptions) -> bool:
     running: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _send(running, signal.SIGINT)  # which a terminal sends to all of them
+        # A terminal sends SIGINT to all of them. Where scripts run this in the background they ignore it.
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        _send(running, signal.SIGTERM if ignored else signal.SIGINT)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)

@@ -22,6 +22,7 @@ from kflats.codecs.streams import KeptStreams
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, progress_bar, some
 from kflats.common.hashing import sha256
+from kflats.common.paths import expanded
 from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
 from kflats.common.torch_settings import usual_settings
@@ -493,7 +494,7 @@ class Partial:
     """
 
     def __init__(self, out: str | os.PathLike[str], fingerprint: str) -> None:
-        out = Path(out).expanduser().resolve()
+        out = expanded(out).resolve()
         self.folder = beside(out, "partial")
         self.fingerprint = fingerprint
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.common.errors import KflatsError, KflatsWarning, check_seed
+from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, check_seed
 from kflats.common.machine import available_bytes, return_memory_when_freed
+from kflats.common.paths import expanded
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.common.workers import Workers
@@ -53,7 +54,7 @@ from kflats.io.static import StaticModel
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_, warn_without_effect
 from kflats.model.weights import Weight, factored_layers, held_matrices
-from kflats.numerics.large_matrices import large_matrices_in
+from kflats.numerics.large_matrices import all_finite, large_matrices_in
 from kflats.numerics.svd import forget_metric
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, Sharing, decide
@@ -240,10 +241,12 @@ def compress_folder(
     with (
         new_folder(out, force, [folder], workers) as aside,
         damage_named(folder),
-        large_matrices_in(beside_out(Path(out).expanduser().resolve(), "partial")),
+        large_matrices_in(beside_out(expanded(out).resolve(), "partial")),
     ):
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
+        if workers.first:
+            _check_numbers(model)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         if mapped and (trim is not None or quality is not None):
@@ -352,6 +355,8 @@ def plan_folder(
     recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder, mapped=_is_own(calibration) and _is_own(objective))
+    with damage_named(folder):
+        _check_numbers(model)
     _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
@@ -360,6 +365,17 @@ def plan_folder(
     decided = decide(model, recipes, budget, data, Sharing(allocation, files.loaded, files.beside, quiet))
     _keep(decided, keep_statistics)
     return decided.plan
+
+
+def _check_numbers(model: nn.Module) -> None:
+    """Refuse NaN and infinity in any weight, also in those that stay as they are, before anything takes long."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.is_meta and not all_finite(weight.detach()):
+            raise NotFiniteError(
+                f"the weight {name} has NaN or infinite values",
+                cause="diverged training or a damaged checkpoint",
+                hint="load another checkpoint, or replace them",
+            )
 
 
 def _form_to_fit(run_as: RunAs) -> RunForm:

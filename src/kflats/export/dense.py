@@ -16,6 +16,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, some
+from kflats.common.paths import expanded
 from kflats.evaluation.outputs import Judge, load_tokenizer
 from kflats.evaluation.running import modality_of
 from kflats.io import load_model, save_model
@@ -116,7 +117,7 @@ def export_dense(
             if (aside / CARD).is_file():
                 rewrite_(aside, dense_card)
         size = sum(path.stat().st_size for path in aside.rglob("*.safetensors"))
-    return DenseExport(Path(out).expanduser().resolve(), size, names, lost, bias_loss)
+    return DenseExport(expanded(out).resolve(), size, names, lost, bias_loss)
 
 
 def _judge(model: nn.Module, folder: Path | None) -> Judge | None:

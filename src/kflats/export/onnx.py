@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from kflats.common.dtypes import dtype_name
 from kflats.common.errors import KflatsError, first_line
+from kflats.common.paths import expanded
 from kflats.common.release import needed, version
 from kflats.evaluation.running import (
     collate,
@@ -151,7 +152,7 @@ def export_onnx(
     """
     for package in ("onnx", "onnxruntime", "onnxscript"):
         needed(package, "kflats[onnx]", "export to ONNX")
-    goal = Path(path).expanduser().resolve()
+    goal = expanded(path).resolve()
     source = None if isinstance(model, nn.Module) else resolve_model(model)
     alone = goal.suffix == ".onnx"
     if alone:

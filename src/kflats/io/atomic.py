@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from kflats.common.errors import KflatsError, NotWrittenError
 from kflats.common.formatting import some
 from kflats.common.hashing import sha256_of_file
+from kflats.common.paths import expanded
 from kflats.common.schema import Json, decode, read_json
 
 if TYPE_CHECKING:  # it imports torch, which refusals of arguments do without
@@ -124,7 +125,7 @@ def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable
         KflatsError: ``path`` is a folder, exists without ``force``, or exists and kflats did not write it; no file can
             be created in its folder.
     """
-    goal = Path(path).expanduser().resolve()
+    goal = expanded(path).resolve()
     if goal.is_dir():
         raise KflatsError(f"{path} is a folder", hint="the name of a file to write")
     if goal.exists():
@@ -268,7 +269,7 @@ def locked(out: Path) -> Iterator[None]:
 
 def _goal(out: str | os.PathLike[str], sources: Sequence[Path]) -> Path:
     """The whole path of a new folder; refused where it has no name, or where writing it would change a source."""
-    goal = Path(out).expanduser().resolve()
+    goal = expanded(out).resolve()
     if not goal.name:
         raise KflatsError(f"{goal} cannot be written as a folder", hint="a path that ends in a name")
     for source in sources:

@@ -578,6 +578,8 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
         return load_static(where)
     transformers = needed("transformers", "kflats[hf]", "loading a model")
     safe = any(where.glob("*.safetensors"))
+    if safe:
+        _shards(where)  # which refuses a damaged index
     _check_code(where, transformers)
     config: Any = None
     try:
@@ -592,13 +594,23 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
             issubclass(kind, transformers.PreTrainedModel) or kind.__name__.startswith("AutoModel")
         ):
             kind = transformers.AutoModel
-        if not hasattr(config, "quantization_config"):  # otherwise the plug-in checks them
-            check_files(where.glob("*.safetensors"), warns=False)
+        settings = {
+            "use_safetensors": safe,
+            "trust_remote_code": trusts_remote_code(),
+            "local_files_only": True,
+            "dtype": "auto",
+        }
+        if hasattr(config, "quantization_config"):
+            return kind.from_pretrained(where, **settings)  # the plug-in checks the files
+        check_files(where.glob("*.safetensors"), warns=False)
+        with torch.random.fork_rng(devices=[]):  # what the files lack is drawn
+            torch.manual_seed(0)
             if mapped and safe and not kind.__name__.startswith("AutoModel"):
-                return _mapped_model(kind, config, where, transformers)
-        return kind.from_pretrained(
-            where, dtype="auto", use_safetensors=safe, trust_remote_code=trusts_remote_code(), local_files_only=True
-        )
+                model, found = _mapped_model(kind, config, where, transformers)
+            else:
+                model, found = _with_findings(kind, where, **settings)
+        _check_complete(where, model, found)
+        return model
     except KflatsError:
         raise
     except Exception as error:  # a damaged config makes transformers raise many kinds of exceptions
@@ -615,19 +627,71 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
         ) from error
 
 
-def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> Any:
-    """The model of class ``kind`` with the tensors of ``folder``, mapped; transformers renames and ties them."""
+def _check_complete(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
+    """Refuse a folder whose files lack tensors of ``model``, or hold them in other shapes: transformers draws these. A
+    pooler that is wholly absent is drawn, with a warning: many encoders are saved without one, and means over tokens do
+    not depend on it.
+
+    Args:
+        found: what transformers reports of the files.
+    """
+    if wrong := sorted(found["mismatched_keys"]):
+        name, there, here = wrong[0]
+        raise KflatsError(
+            f"the tensor {name!r} in {folder} is of shape {tuple(there)}, and in the model that its config.json "
+            f"describes of {tuple(here)}{_and_more(wrong)}",
+            cause="config.json is of another model",
+            hint="the config.json that was saved with these weights",
+        )
+    lost = set(found["missing_keys"])
+    pooler = {name for name, _ in model.named_parameters() if "pooler" in name.split(".")}
+    drawn = pooler if pooler <= lost else set[str]()
+    if without := sorted(lost - drawn):
+        raise KflatsError(
+            f"the weight files in {folder} lack the tensor {without[0]!r}{_and_more(without)}",
+            cause="a file or its index is missing, or the model never had this part",
+            hint="fetch the files again; if the model never had it, save the model by transformers, which draws the "
+            "part at random, and take that folder",
+        )
+    if drawn:
+        warnings.warn(
+            KflatsWarning(f"the weight files in {folder} have no pooler: its weights are random numbers"), stacklevel=3
+        )
+
+
+def _with_findings(kind: Any, *arguments: object, **settings: object) -> tuple[Any, Mapping[str, Any]]:
+    """What ``kind`` loads, and what it reports of the files. Shapes that do not fit are reported, and no error.
+
+    Limit: the few classes that load in a way of their own, which may know nothing of a report, report nothing.
+    """
+    from transformers import PreTrainedModel
+
+    own = getattr(kind.from_pretrained, "__func__", None)
+    if issubclass(kind, PreTrainedModel) and own is not PreTrainedModel.from_pretrained.__func__:  # type: ignore[attr-defined]
+        return kind.from_pretrained(*arguments, **settings), {"missing_keys": (), "mismatched_keys": ()}
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = kind.from_pretrained(*arguments, **settings, **report)
+    return model, found
+
+
+def _and_more(found: Sequence[object]) -> str:
+    return f", and {len(found) - 1} more" if len(found) > 1 else ""
+
+
+def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The model of class ``kind`` with the tensors of ``folder``, mapped; transformers renames and ties them. And what
+    it reports of them."""
     state: dict[str, Tensor] = {}
     for path in _shards(folder):
         state |= mapped_tensors(path)
-    model = copied_if_written(
-        lambda: kind.from_pretrained(None, config=config, state_dict=dict(state), dtype="auto"), state
+    model, found = copied_if_written(
+        lambda: _with_findings(kind, None, config=config, state_dict=dict(state), dtype="auto"), state
     )
     for module in model.modules():  # what a run may change
         module._buffers.update({name: None if t is None else t.clone() for name, t in module._buffers.items()})
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model
+    return model, found
 
 
 @contextmanager
@@ -650,7 +714,12 @@ def _shards(folder: Path) -> list[Path]:
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.is_file() or not index.is_file():
         return [one] if one.is_file() else sorted(folder.glob("*.safetensors"))
-    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    try:
+        named = [str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KflatsError(
+            f"{index} names no files of weights", cause="a damaged file", hint="fetch it again"
+        ) from error
     if outside := [name for name in named if Path(name).name != name]:
         raise KflatsError(f"{index} names {outside[0]!r}, outside of the folder", cause="a damaged or tampered file")
     return [folder / name for name in sorted(set(named))]

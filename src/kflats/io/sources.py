@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
+from kflats.common.paths import expanded
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import beside, explained
@@ -104,7 +105,7 @@ def local_model(name_or_path: str | os.PathLike[str], *, pickled: bool = False) 
     text = os.fspath(name_or_path)
     if not text.strip():
         raise KflatsError("no model is named", hint="a model folder, or a hub name such as owner/model")
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir():
         weights_folder(path, pickled=pickled)
         return path.resolve()
@@ -187,7 +188,7 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
 
 def is_coded_table(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is what ``kflats compress --table`` wrote."""
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     return (folder / TABLE_INDEX).is_file() and not (folder / "config.json").exists()
 
 

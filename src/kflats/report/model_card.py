@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, size, visible
+from kflats.common.paths import expanded
 from kflats.evaluation.proof import COLUMNS, FORM_COLUMNS, Proof
 from kflats.io.atomic import manifest_follows, replaced
 from kflats.io.saving import note_losses_
@@ -195,7 +196,7 @@ def hub_name(source: str | os.PathLike[str]) -> str | None:
     >>> hub_name("owner/model"), hub_name(".")
     ('owner/model', None)
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if not folder.is_dir():
         return os.fspath(source)
     for part in reversed(folder.resolve().parts):

@@ -21,6 +21,7 @@ import torch
 
 from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, check_seed, is_whole
 from kflats.common.formatting import announce, progress_bar
+from kflats.common.paths import expanded
 from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
@@ -158,7 +159,7 @@ def compress_table(
         seen = statistics_of(table, seed, lambda done: show("measuring", done, n), workers)
 
         def run_of(seen: TableStatistics) -> _Run:
-            kept = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
+            kept = partial(PartialTable, expanded(out).resolve(), seen.checksums, per_shard)
             return _Run(
                 table, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept
             )

@@ -19,12 +19,22 @@ class TableEmbedding(nn.Module):
 
     Args:
         table: of ``kflats.open_table``.
+        padding_idx: an id that stands for no token, as of ``nn.Embedding``, where gradients alone depend on it.
+
+    Raises:
+        KflatsError: a ``padding_idx`` that the table does not have.
     """
 
-    def __init__(self, table: CodedTable) -> None:
+    def __init__(self, table: CodedTable, padding_idx: int | None = None) -> None:
         super().__init__()
         self.table = table
         self.num_embeddings, self.embedding_dim = table.shape
+        if padding_idx is not None and not -len(table) <= padding_idx < len(table):
+            raise KflatsError(
+                f"padding_idx={padding_idx} is not supported with a table of {len(table):,} rows",
+                hint="the id of one of its rows",
+            )
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % len(table)
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of ids of any shape, on their device."""
@@ -39,16 +49,24 @@ class TableEmbeddingBag(TableEmbedding):
     """``nn.EmbeddingBag`` over a coded table; a row that is asked for several times is decoded once.
 
     Args:
-        table: of ``kflats.open_table``. mode: "sum", "mean" or "max". include_last_offset: as of ``nn.EmbeddingBag``.
+        table: of ``kflats.open_table``.
+        mode: "sum", "mean" or "max".
+        include_last_offset: as of ``nn.EmbeddingBag``.
+        padding_idx: an id that is left out of its bag.
 
     Raises:
-        KflatsError: another mode.
+        KflatsError: another mode, or a ``padding_idx`` that the table does not have.
     """
 
     def __init__(
-        self, table: CodedTable, mode: Literal["sum", "mean", "max"] = "mean", *, include_last_offset: bool = False
+        self,
+        table: CodedTable,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
     ) -> None:
-        super().__init__(table)
+        super().__init__(table, padding_idx)
         if mode not in ("sum", "mean", "max"):
             raise KflatsError(f"mode={mode!r} is not supported", hint='mode="sum", mode="mean" or mode="max"')
         self.mode, self.include_last_offset = mode, include_last_offset
@@ -56,6 +74,7 @@ class TableEmbeddingBag(TableEmbedding):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """One vector a bag, (bags, d): ids (bags, m), or ids (m,) and where each bag begins."""
         ids, places = torch.unique(input, return_inverse=True)
+        left_out = [] if self.padding_idx is None else (ids == self.padding_idx).nonzero().flatten().tolist()
         return F.embedding_bag(
             places,
             self.table.rows(ids),
@@ -63,4 +82,5 @@ class TableEmbeddingBag(TableEmbedding):
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
+            padding_idx=left_out[0] if left_out else None,
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.common.paths import expanded
 from kflats.common.torch_settings import usual_settings
 from kflats.numerics.coding.lanes import Ints
 from kflats.tables.compact import CompactCode
@@ -81,7 +82,13 @@ class CodedTable:
 
     def _asked(self, ids: Tensor | npt.NDArray[np.integer] | Sequence[int]) -> Tensor | npt.NDArray[np.float32]:
         """As ``rows``."""
+        if isinstance(ids, np.ma.MaskedArray):
+            raise KflatsError(
+                "ids with a mask are not supported, because a masked place has no row",
+                hint="ids.compressed(), or ids.data",
+            )
         if isinstance(ids, np.ndarray):
+            ids = np.asarray(ids)  # one of a class of its own, as np.matrix, keeps two dimensions
             return self._rows(ids.reshape(-1)).view(*ids.shape, self.shape[1]).numpy()
         try:
             given = (
@@ -93,11 +100,17 @@ class CodedTable:
             raise KflatsError(
                 f"rows are asked for by several ids, not by {repr(ids)[:80]}", hint="a list, an array or a tensor"
             ) from error
+        if given.is_meta or given.layout != torch.strided:
+            raise KflatsError(
+                "ids without numbers, or with a layout of their own, are not supported", hint="a dense tensor"
+            )
         rows = self._rows(given.detach().cpu().reshape(-1).numpy())
         return rows.view(*given.shape, self.shape[1]).to(given.device)
 
     def take(self, index: Tensor) -> Tensor:
-        """As ``Rows.take``."""
+        """As ``Rows.take``: the rows ``index`` (m,)."""
+        if index.ndim != 1:
+            raise KflatsError(f"ids of shape {tuple(index.shape)} are not supported by take", hint="table.rows(ids)")
         return self._rows(index.cpu().numpy())
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
@@ -188,9 +201,9 @@ def open_table(path: str | os.PathLike[str]) -> CodedTable:
     >>> table, table.rows(torch.tensor([[5, 7, 5]])).shape
     (CodedTable(..., 1000 x 16, fast), torch.Size([1, 3, 16]))
     """
-    folder = (
-        Path(path).expanduser().absolute()
-    )  # files are opened when they are read, whatever the working directory is then
+    if not isinstance(path, str | os.PathLike):
+        raise KflatsError(f"a table is opened by the name of its folder, not by {path!r:.80}", hint="a path")
+    folder = expanded(path).absolute()  # files are opened when they are read, whatever the working directory is then
     index = TableIndex.load(folder)
     try:
         code = _CODES[index.layout].from_tensors(load_head(folder, index.head), index.columns)

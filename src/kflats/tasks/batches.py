@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError, first_line
+from kflats.common.paths import expanded
 from kflats.common.release import needed
 from kflats.common.texts import (
     IGNORED,
@@ -86,7 +87,7 @@ def load_examples(task: str | Task, split: str = "dev", task_data: str | os.Path
     task = find_task(task)
     if task_data is None:
         return _from_hub(task, split)
-    path = _file(task, split, Path(task_data).expanduser())
+    path = _file(task, split, expanded(task_data))
     lines = _read(path).split("\n")
     if task.kind == "language":
         return Examples(task, split, str(path), tuple((line,) for line in lines if line.strip()), ())
