@@ -19,7 +19,7 @@ from typing import Any
 
 from _runs import Log, Run
 from _tables import NOT_RUN, Paired, Results, Value, best_of, drop, paired, tuned_drop
-from messi_tasks import CHOSEN, best_k, method_name, with_chosen
+from messi_tasks import CHOSEN, best_k, by_trained_model, method_name, with_chosen
 
 KS = [1, 2, 3, 5, 10]
 USUAL = ("MiniLM", "LeNet-300-100", "VGG-19, width 16")
@@ -113,7 +113,8 @@ def halved(
             first = best_of(before, ours, theirs, size, task)
             if first is None or first.half is None:
                 continue
-            verdict = verdict_of(first.half) if fmean(first.lost.values()) > 0 else "it loses nothing"
+            nothing = fmean(first.lost.values()) <= 0 and not first.half.decides
+            verdict = "it loses nothing" if nothing else verdict_of(first.half)
             half[verdict.strip("*")] += 1
             short = f" ({'; '.join(first.missing)} not run for all seeds)" if first.missing else ""
             line = f"{task}, {size}{short}: half of {first.name}'s drop less ours is {first.half}: {verdict}"
@@ -210,21 +211,25 @@ def fluctuation(name: str, methods: Sequence[str], sizes: Sequence[str], tasks: 
     return ours
 
 
+def _models(runs: Iterable[Run], task: str, size: str) -> list[list[Run]]:
+    """The runs of each trained model at one place."""
+    return [of for (t, z, _), of in by_trained_model(runs).items() if (t, z) == (task, size)]
+
+
 def chosen_ks(name: str, sizes: Sequence[str], tasks: Sequence[str]) -> Said:
-    """Which k scores best on held-out examples, by task, size and seed."""
+    """Which k scores best on held-out examples, by task, size and trained model."""
 
     def ours(results: Path) -> str:
         runs = runs_of(results, name)
         told, one, seen = [], 0, 0
         for task, size in product(tasks, sizes):
-            seeds = sorted({run.seed for run in runs if (run.task, run.size) == (task, size)})
-            ks = [k for seed in seeds if (k := best_k(runs, task, size, seed, KS)) is not None]
+            ks = [k for of in _models(runs, task, size) if (k := best_k(of, KS)) is not None]
             if ks:
                 told.append(f"{task}, {size}: {', '.join(map(str, ks))}")
                 one, seen = one + (len(set(ks)) == 1), seen + 1
         if not told:
             return NOT_RUN
-        return "<br>".join([f"**the k of each seed; one k for all seeds in {one} of {seen} places**", *told])
+        return "<br>".join([f"**the k of each model; one k for all models in {one} of {seen} places**", *told])
 
     return ours
 
@@ -235,18 +240,16 @@ def optimism(name: str, sizes: Sequence[str], tasks: Sequence[str]) -> Said:
 
     def ours(results: Path) -> str:
         runs = runs_of(results, name)
-        at = {(run.task, run.size, run.seed, run.method): run for run in runs}
         told, every = [], []
         for task, size in product(tasks, sizes):
-            seeds = sorted({run.seed for run in runs if (run.task, run.size) == (task, size)})
             more = []
-            for seed in seeds:
-                chosen = best_k(runs, task, size, seed, KS)
-                if chosen is not None:
-                    lost = {k: drop(at[task, size, seed, method_name(k)]) or 0.0 for k in KS}
+            for of in _models(runs, task, size):
+                if (chosen := best_k(of, KS)) is not None:
+                    at = {run.method: drop(run) or 0.0 for run in of}
+                    lost = {k: at[method_name(k)] for k in KS}
                     more.append(lost[chosen] - min(lost.values()))
             if more:
-                told.append(f"{task}, {size}: {fmean(more):.2f} ({len(more)} seed{'s' * (len(more) > 1)})")
+                told.append(f"{task}, {size}: {fmean(more):.2f} ({len(more)} model{'s' * (len(more) > 1)})")
                 every += more
         if not told:
             return NOT_RUN
@@ -255,13 +258,47 @@ def optimism(name: str, sizes: Sequence[str], tasks: Sequence[str]) -> Said:
     return ours
 
 
+def by_task(name: str, better: str, worse: str, value: Value, sizes: Sequence[str], tasks: Sequence[str]) -> Said:
+    """What ``better`` gains over ``worse`` in points, the mean over sizes, by task from the most to the least."""
+
+    def ours(results: Path) -> str:
+        found = Results(runs_of(results, name), value)
+        gains = {}
+        for task in tasks:
+            both = [found.by_seed((better, worse), size, [task]) for size in sizes]
+            gaps = [gap.mean for ours, theirs in both if (gap := paired(theirs, ours)) is not None]
+            if gaps:
+                gains[task] = fmean(gaps)
+        ordered = sorted(gains.items(), key=lambda item: -item[1])
+        return "; ".join(f"{task} {gain:+.1f}" for task, gain in ordered) or NOT_RUN
+
+    return ours
+
+
+def counted(name: str, better: str, worse: str, value: Value, sizes: Sequence[str], tasks: Sequence[str]) -> Said:
+    """At how many places ``better`` loses less than ``worse``."""
+
+    def ours(results: Path) -> str:
+        found, counts = Results(runs_of(results, name), value), Counter[str]()
+        for task, size in product(tasks, sizes):
+            both = found.by_seed((better, worse), size, [task])
+            if (gap := paired(both[1], both[0])) is not None:
+                counts["open" if not gap.decides else "less" if gap.mean > 0 else "more"] += 1
+        if not counts:
+            return NOT_RUN
+        places = ", ".join(f"{what} at {counts[what]}" for what in ("less", "more", "open"))
+        return f"of {counts.total()} places it loses {places}"
+
+    return ours
+
+
 def gain_of_same_size(results: Path) -> str:
     """Gains of the flats over the table itself."""
     runs = [run for run in runs_of(results, "messi_same_size") if run.method.startswith("MESSI")]
     told = []
-    for task in dict.fromkeys(run.task for run in runs):
-        of = {run.seed: run for run in runs if run.task == task and run.compressed is not None}
-        gain = paired({s: -(drop(run) or 0.0) for s, run in of.items()}, dict.fromkeys(of, 0.0))
+    for task, size, method in dict.fromkeys((run.task, run.size, run.method) for run in runs):
+        lost = Results(runs, drop).by_seed([method], size, [task])[0]
+        gain = paired(dict.fromkeys(lost, 0.0), lost)
         if gain is not None:
             told.append(f"{task}: {gain}: {verdict_of(gain)}")
     return "<br>".join(told) or NOT_RUN

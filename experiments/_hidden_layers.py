@@ -1,7 +1,7 @@
 """The hidden linear layers of a small network, covered by k flats: what MESSI's figures 9, 10 and 16 have in common.
 
 Each seed has a network of its own, whose two hidden layers are compressed to the same share with the same k; the last
-layer stays. Judged on test images before and after fine-tuning. "SVD" is k = 1. Beside them stands kflats' default for
+layer stays. Judged on test images before and after fine-tuning. "SVD" is k = 1. Beside them stands kflats for
 layers that are measured, by gradients of the logits.
 """
 
@@ -27,7 +27,7 @@ from kflats.recipe.recipe import brief
 OURS = "kflats"
 HIDDEN = ("fc0", "fc1")
 OBJECTIVE, SAMPLES = Projections(of="logits", seed=0, normalized=False), 512
-"""What kflats' default is measured by: gradients of the logits, on so many training images."""
+"""What kflats is measured by here: gradients of the logits, on so many training images."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class HiddenLayers:
                 hint="leave --tasks out",
             )
         self.asked, self.own, self.subject = asked, asked.more, subject
-        self.name = subject.name
+        self.name, self.page = subject.name, subject.page
         self.ks = [int(k) for k in self.own.ks.split(",")]
         self.originals: dict[int, float] = {}
 

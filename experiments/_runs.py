@@ -122,6 +122,12 @@ class Run:
         return all(VERSIONS.get(name) == number for name, number in self.algorithms.items())
 
 
+def model_of(run: Run) -> tuple[int, float]:
+    """What tells the trained model of a run from others of its task: the seed, and the score before compression. One
+    seed trains other models on other kinds of processors."""
+    return run.seed, round(run.original, 6)
+
+
 def _key_of(decides: Mapping[str, Any]) -> str:
     return digest_of(decides)[:20]
 
@@ -200,11 +206,11 @@ class Log:
             os.fsync(file.fileno())
 
     def newest(self, chosen: Callable[[Run], bool] = lambda run: True) -> list[Run]:
-        """The newest run of each place, among those of today's algorithms that are ``chosen``."""
+        """The newest run of each place and trained model, among those of today's algorithms that are ``chosen``."""
         found: dict[tuple[Any, ...], Run] = {}
         for run in self.runs:
             if run.is_current and chosen(run):
-                found[run.task, run.model, run.method, run.size, run.seed, run.epochs] = run
+                found[run.task, run.model, run.method, run.size, run.epochs, model_of(run)] = run
         return list(found.values())
 
 
@@ -220,6 +226,7 @@ class Asked:
         command: the command line that a page names, without folders.
         more: the experiment's own options.
         shown: the tasks and seeds of the page: the usual ones, where those that were asked for are among them.
+        other_tasks: whether a task is none of the usual ones.
     """
 
     tasks: tuple[str, ...]
@@ -235,6 +242,7 @@ class Asked:
     command: str
     more: argparse.Namespace
     shown: tuple[tuple[str, ...], tuple[int, ...]]
+    other_tasks: bool
 
     @property
     def of_page(self) -> Asked:
@@ -277,8 +285,12 @@ def asked_for(
     if "--quick" in words:
         parser.set_defaults(**{name.replace("-", "_"): value for name, value in (quick or {}).items()})
     given = parser.parse_args(words)
+    for name, default in (own or {}).items():
+        _check_numbers(f"--{name}", getattr(given, name.replace("-", "_")), default)
     common = {action.dest: getattr(given, action.dest) for action in parser._actions if action.dest != "help"}
     asked_tasks, usual_tasks = (tuple(filter(None, words.split(","))) for words in (given.tasks, tasks))
+    if usual_tasks and not asked_tasks:
+        raise KflatsError("--tasks names no task", hint=f"such as {tasks}")
     asked_seeds, usual_seeds = (tuple(map(_whole, words.split(","))) for words in (given.seeds, seeds))
     whole = not given.quick and given.source is None and {*asked_tasks} <= {*usual_tasks}
     shown = usual_tasks if whole else asked_tasks, usual_seeds if {*asked_seeds} <= {*usual_seeds} else asked_seeds
@@ -305,6 +317,7 @@ def asked_for(
         command=" ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *told, "--resume"]),
         more=given,
         shown=shown,
+        other_tasks=not given.quick and not {*asked_tasks} <= {*usual_tasks},
     )
 
 
@@ -314,11 +327,48 @@ def _whole(word: str) -> int:
     return int(word)
 
 
+_WHOLE = ("--ks", "--tuned", "--counts")
+"""Options that hold numbers of flats."""
+
+
+def _check_numbers(option: str, given: object, default: object) -> None:
+    """Refuse what is no list of numbers above 0 where the ``default`` is one. An empty list asks for nothing.
+
+    >>> _check_numbers("--rates", "60,abc", "20,40")
+    Traceback (most recent call last):
+    kflats.common.errors.KflatsError: --rates 60,abc is not supported: 'abc' is no number above 0. Try: numbers with \
+commas between them, such as 20,40.
+    """
+    if not isinstance(given, str) or not isinstance(default, str) or not given:
+        return
+    if not default or not all(map(_is_number, default.split(","))):
+        return
+    whole = option in _WHOLE
+    for word in given.split(","):
+        if not _is_number(word) or (whole and not word.isdigit()):
+            raise KflatsError(
+                f"{option} {given} is not supported: {word!r} is no {'whole ' * whole}number above 0",
+                hint=f"numbers with commas between them, such as {default}",
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return 0 < float(word) < float("inf")
+    except ValueError:
+        return False
+
+
 def carry_out(cells: Iterable[tuple[Cell, Callable[[], Scores]]], log: Log, asked: Asked) -> None:
     """Run each cell that the log does not hold (all of them without ``--resume``), and append it to the log."""
     now = commit()
     for cell, compute in cells:
-        if asked.resume and (done := log.find(cell.key)) is not None and done.is_current:
+        # Another process may have made it meanwhile.
+        if (
+            asked.resume
+            and (done := log.find(cell.key) or Log(log.path).find(cell.key)) is not None
+            and done.is_current
+        ):
             continue
         began = time.monotonic()
         scores = compute()
@@ -346,11 +396,16 @@ class Experiment(Protocol):
     """One command's cells, and the page of what has run.
 
     Args:
-        name: of log and page. asked: the options.
+        name: of the log. asked: the options.
     """
 
     name: str
     asked: Asked
+
+    @property
+    def page(self) -> str:
+        """The name of the page."""
+        ...
 
     def cells(self, log: Log) -> Iterable[tuple[Cell, Callable[[], Scores]]]:
         """What is to be run, in this order; the log tells what has run so far."""
@@ -361,6 +416,23 @@ class Experiment(Protocol):
         ...
 
 
+def check_page(path: Path, command: str) -> None:
+    """Refuse to write the page of a command over that of another, which shows other runs.
+
+    Raises:
+        KflatsError: ``path`` is the page of another command.
+    """
+    if not path.is_file():
+        return
+    shown = next((line.strip() for line in path.read_text("utf-8").splitlines() if line.startswith("    ")), "")
+    if shown != command:
+        raise KflatsError(
+            f"{path} is the page of another command: {shown}",
+            cause=f"it would be replaced by that of: {command}",
+            hint="the command of the page, --no-pages, or --results FOLDER",
+        )
+
+
 def conduct(make: Callable[[Asked], Experiment], asked: Asked) -> None:
     """Run what the log does not hold, unless tables alone are asked for; then write the page.
 
@@ -368,6 +440,8 @@ def conduct(make: Callable[[Asked], Experiment], asked: Asked) -> None:
         make: the experiment of some options.
     """
     experiment = make(asked)
+    if asked.pages:
+        check_page(asked.results / f"{make(asked.of_page).page}.md", asked.command)
     path = asked.results / f"{experiment.name}.jsonl"
     if not asked.tables:
         log = Log(path)

@@ -1,9 +1,10 @@
 """Tables, orderings and figures of a log of runs; where a cell has no run, it says "not run".
 
-Runs are paired between methods where they compressed the same model: one seed trains slightly different models on two
-kinds of CPU, which their scores before compression tell apart. An interval is that of the mean of paired differences
-(Student's t, 95 %, by SciPy). It covers the chance of training and of starts, not that of the judged examples. An
-ordering is claimed only if its interval excludes 0; of twenty ties one is expected to look like a difference.
+Runs are paired between methods where they compressed the same model: one seed trains different models on two kinds of
+CPU, which their scores before compression tell apart. All of them count: the value of a seed is the mean over its
+models. An interval is that of the mean of paired differences (Student's t, 95 %, by SciPy). It covers the chance of
+training and of starts, not that of the judged examples. An ordering is claimed only if its interval excludes 0; of
+twenty ties one is expected to look like a difference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from _results import markdown as markdown
-from _runs import Asked, Run, libraries
+from _runs import Asked, Run, libraries, model_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,11 +90,6 @@ def _student(freedom: int) -> float:
     from scipy.stats import t
 
     return float(t.ppf(0.975, freedom))
-
-
-def model_of(run: Run) -> tuple[int, float]:
-    """What tells the trained model of a run from others of its task: the seed, and the score before compression."""
-    return run.seed, round(run.original, 6)
 
 
 class Results:
@@ -344,13 +340,18 @@ def told(runs: Sequence[Run]) -> str:
     lines = []
     for task in dict.fromkeys(run.task for run in runs):
         of = [run for run in runs if run.task == task]
-        scores = {run.seed: 100 * run.original for run in of}
+        models = {model_of(run) for run in of}
+        scores = {
+            seed: statistics.fmean(100 * original for other, original in models if other == seed)
+            for seed in sorted({seed for seed, _ in models})
+        }
         training = "; ".join(dict.fromkeys(", ".join(f"{k} {v}" for k, v in run.training.items()) for run in of))
-        differ = len({model_of(run) for run in of}) - len(scores)
+        several = len(models) > len(scores)
         lines.append(
             f"- {task}: {of[0].metric} {spread(list(scores.values()), len(scores))} before, "
             f"{len(scores)} seed{'s' * (len(scores) > 1)}; {training}"
-            + ("; not all runs of a seed are of one model, and those of different models are not paired" * (differ > 0))
+            + f"; {len(models)} models, of which a seed's value is the mean"
+            * several
         )
     made = sorted({", ".join(f"{name} {number}" for name, number in run.libraries.items()) for run in runs})
     hours = sum(run.seconds for run in runs) / 3600

@@ -20,6 +20,7 @@ import torch
 from _algorithms import versions_of
 from _runs import SHARED, Asked, Cell, Log, Run, digest_of, libraries
 from _shared_layers import write_shared
+from filelock import FileLock
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
@@ -142,8 +143,12 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """Of its weights and configuration."""
-        files = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("config.json")])
+        """Of its weights and configuration; of a model that is named also of its tokenizer, which the package of the
+        usual one keeps as it is."""
+        kinds = ["*.safetensors", "config.json"]
+        if self.name not in ("MiniLM", "MiniLM-shared", "tiny", "tiny-shared"):
+            kinds += ["*.bin", "tokenizer*", "vocab*", "merges.txt", "*.model"]
+        files = sorted({path for kind in kinds for path in self.folder.glob(kind)})
         return sha256([sha256_of_file(file) for file in files])[:16]
 
 
@@ -203,12 +208,14 @@ class TaskModel:
         decides |= {"source": self.source.digest, "libraries": libraries(), "algorithms": versions_of(["training"])}
         digest = digest_of(decides)[:12]
         folder = self.models / f"{self.source.name}-{self.task}-{self.seed}-{digest}"
-        if not folder.is_dir():
-            model = with_head(self.task, self.seed, self.source.folder).to(device)
-            self.train_(model, self.training.epochs)
-            with new_folder(folder) as aside:
-                model.save_pretrained(aside)
-                self.tokenizer.save_pretrained(aside)
+        self.models.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.models / f".{folder.name}.lock"):  # another process may train it
+            if not folder.is_dir():
+                model = with_head(self.task, self.seed, self.source.folder).to(device)
+                self.train_(model, self.training.epochs)
+                with new_folder(folder) as aside:
+                    model.save_pretrained(aside)
+                    self.tokenizer.save_pretrained(aside)
         return load_model(folder).to(device)
 
     def copy(self) -> Any:
@@ -274,11 +281,16 @@ class TaskExperiment:
     def __init__(self, asked: Asked) -> None:
         self.asked, self.own, self.source = asked, asked.more, source_of(asked)
         self.training = training_of(asked)
+        for task in asked.tasks:
+            if find_task(task).kind == "language":
+                raise KflatsError(f"{task} is not supported: it has no labels", hint="cola, mrpc, rte or stsb")
 
     @property
     def page(self) -> str:
-        """The name of page and pictures: that of the log, and of the model if it is another than the usual one."""
-        return self.name if self.source.name in ("MiniLM", "tiny") else f"{self.name}_{self.source.name}"
+        """The name of page and pictures: that of the log, of the model if it is another than the usual one, and of the
+        tasks if there are others than the usual ones."""
+        model = () if self.source.name in ("MiniLM", "tiny") else (self.source.name,)
+        return "_".join([self.name, *model, *(sorted(self.asked.tasks) if self.asked.other_tasks else ())])
 
     def model(self, task: str, seed: int) -> TaskModel:
         """Trained when it is first used."""

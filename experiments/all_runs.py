@@ -142,6 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     if asked.jobs < 1:
         parser.error("--jobs holds no number of processes: 1 or more")
     only = set(filter(None, asked.only.split(",")))
+    known = {script for script, *_ in (QUICK if asked.quick else COMMANDS)}
+    if unknown := only - known:
+        parser.error(f"--only {min(unknown)} is none of its scripts: {', '.join(sorted(known))}")
     common = [*folders, "--resume", *(["--quick"] if asked.quick else [])]
     variables = os.environ | ({"KFLATS_DATA": asked.task_data} if asked.task_data else {})
     if asked.jobs > 1:

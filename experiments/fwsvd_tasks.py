@@ -35,6 +35,7 @@ from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights, wit
 import kflats
 from kflats import SVD, KroneckerFisher, Projections, Recipe, RowFisher, TaskLoss, Uniform
 from kflats.calibration.objectives import Objective, describe
+from kflats.common.errors import KflatsError
 from kflats.importance import Importance
 from kflats.recipe.budget import Allocation
 from kflats.recipe.recipe import brief
@@ -93,16 +94,13 @@ class Factorized(TaskExperiment):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self.ratios, self.before = (list(filter(None, of.split(","))) for of in (self.own.ratios, self.own.before))
+        self.paths = self.own.paths.split(",")
+        if unknown := [word for word in self.paths if word not in ("task", "generic")]:
+            raise KflatsError(f"--paths {unknown[0]} is not known", hint="task or generic, or both")
         self.recipes: dict[str, dict[str, Any]] = {NONE: {"samples": self.own.samples}}
         for name, way in WAYS.items():
             self.recipes[name] = way.decides(way.objective, self.own.samples)
             self.recipes[name + GENERIC] = way.decides(UNLABELLED, self.own.samples)
-
-    @property
-    def page(self) -> str:
-        """As for other experiments; other tasks than the usual ones have a page of their own."""
-        others = set(self.asked.tasks) - set(TASKS) and not self.asked.quick
-        return "_".join([super().page, *(sorted(self.asked.tasks) if others else ())])
 
     def from_task(self, model: TaskModel, way: Way | None, keep: str, epochs: int) -> Scores:
         """Compress the trained model (or not), judge, train, judge."""
@@ -145,7 +143,7 @@ class Factorized(TaskExperiment):
 
     def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """Task by task, seed by seed."""
-        paths, epochs = self.own.paths.split(","), self.own.epochs
+        epochs = self.own.epochs
         for model in self.models():
             if epochs:
                 place = self.place(model, NONE, "100%", epochs, self.recipes[NONE], ())
@@ -153,10 +151,10 @@ class Factorized(TaskExperiment):
             asked = [(ratio, 0) for ratio in self.before] + [(ratio, epochs) for ratio in self.ratios if epochs]
             for (ratio, trained), (name, way) in itertools.product(asked, WAYS.items()):
                 keep = f"{ratio}% ranks"
-                if "task" in paths:
+                if "task" in self.paths:
                     place = self.place(model, name, keep, trained, self.recipes[name], (way.algorithm,))
                     yield place, partial(self.from_task, model, way, keep, trained)
-                if "generic" in paths and trained and name in WITHOUT_LABELS:
+                if "generic" in self.paths and trained and name in WITHOUT_LABELS:
                     other = name + GENERIC
                     place = self.place(model, other, keep, trained, self.recipes[other], (way.algorithm,))
                     yield place, partial(self.from_generic, model, way, keep)

@@ -5,7 +5,8 @@ than one; and projective clustering loses less than k-means clusters with an SVD
 
 Each seed trains a network of its own (10 epochs), whose two hidden layers are compressed to the same share with the
 same k; the last layer stays. Judged on the 10,000 test images before and after two epochs of fine-tuning. "SVD" is
-k = 1. Beside them stands kflats' default for layers that are measured, by gradients of the logits.
+k = 1. Beside them stands kflats for layers that are measured, by gradients of the logits. Its default with labels are
+gradients of the loss.
 """
 
 from __future__ import annotations

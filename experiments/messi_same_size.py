@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from _quick import quick
-from _runs import Asked, Cell, Log, Scores, asked_for, conduct
-from _tables import Results, by_size, drop, figure_by_task, model_of, orderings, publish, told
+from _runs import Asked, Cell, Log, Scores, asked_for, conduct, model_of
+from _tables import Results, by_size, drop, figure_by_task, orderings, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, with_head
 from torch import Tensor, nn
 

@@ -98,7 +98,8 @@ class Search(TaskExperiment):
             return run.recipe == known and run.epochs == self.own.epochs and run.task in self.asked.tasks
 
         runs = [*self.runs_of(self.others(), same), *self.runs_of(log, same)]
-        methods = [self.svd.name, *(METHODS[choose] for choose in self.chosen)]
+        ran = {run.method for run in runs}
+        methods = [self.svd.name, *(name for way, name in METHODS.items() if way in self.chosen or name in ran)]
         titles = "Before fine-tuning", f"After {self.own.epochs} epochs of fine-tuning (figure 11)"
         claims = [(method, self.svd.name) for method in methods[1:]]
         parts = drops_of_tables(self, runs, methods, claims, self.rates, titles)

@@ -14,13 +14,13 @@ main metric on the dev split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from _quick import quick
-from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct, model_of
 from _tables import (
     Results,
     best_of,
@@ -38,6 +38,7 @@ from _task_models import TRAINING, TaskExperiment, TaskModel
 
 import kflats
 from kflats import MESSI, SVD, Recipe, Uniform
+from kflats.common.errors import KflatsError
 
 OURS, CHOSEN = "kflats", "MESSI, k chosen"
 TITLE = "Embedding tables covered by k flats: scores of tasks"
@@ -132,6 +133,8 @@ class Tables(TaskExperiment):
         self.rates = own.rates.split(",")
         self.ks = [int(k) for k in own.ks.split(",")]
         self.tuned = {int(k) for k in own.tuned.split(",")}
+        if not self.tuned & set(self.ks):
+            raise KflatsError(f"--tuned {own.tuned} holds none of --ks {own.ks}", hint="some of --ks")
 
     def cell(self, model: TaskModel, by: Way, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
         """One cell."""
@@ -153,9 +156,17 @@ class Tables(TaskExperiment):
                     for k in self.ks:
                         if k not in self.tuned:
                             yield self.cell(models[task, seed], way(k, restarts), rate, 0)
-                    k = best_k(self.runs(log), task, kept(rate), seed, self.ks)
+                    k = self.best_so_far(log, models[task, seed], rate)
                     if k is not None and k not in self.tuned:
                         yield self.cell(models[task, seed], way(k, restarts), rate, epochs)
+
+    def best_so_far(self, log: Log, model: TaskModel, rate: str) -> int | None:
+        """``best_k`` by the runs that this command would keep."""
+        places = [
+            self.cell(model, way(k, self.own.restarts), rate, self.own.epochs * (k in self.tuned)) for k in self.ks
+        ]
+        of = [run for place, _ in places if (run := log.find(place.key)) is not None]
+        return best_k(of, self.ks)
 
     def runs(self, log: Log) -> list[Run]:
         """Those of this model, training and number of restarts."""
@@ -167,23 +178,33 @@ class Tables(TaskExperiment):
         publish_tables(self, with_chosen(self.runs(log), self.ks))
 
 
-def best_k(runs: list[Run], task: str, size: str, seed: int, ks: list[int]) -> int | None:
-    """The k of the best held-out score before fine-tuning, the smallest of equals; None unless all ``ks`` have run."""
-    scores = {}
-    for k in sorted(ks):
-        for run in runs:
-            if (run.task, run.size, run.seed, run.method) == (task, size, seed, method_name(k)):
-                scores[k] = run.held_out["compressed"]
-    return max(scores, key=lambda k: (scores[k], -k)) if len(scores) == len(ks) else None
+def best_k(runs: Iterable[Run], ks: Sequence[int]) -> int | None:
+    """The k of the best held-out score before fine-tuning, the smallest of equals; None unless all ``ks`` have run.
+
+    Args:
+        runs: of one trained model and size.
+    """
+    scores = {run.method: run.held_out["compressed"] for run in runs}
+    known = {k: scores[method_name(k)] for k in sorted(ks) if method_name(k) in scores}
+    return max(known, key=lambda k: (known[k], -k)) if len(known) == len(ks) else None
 
 
-def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
+def by_trained_model(runs: Iterable[Run]) -> dict[tuple[str, str, tuple[int, float]], list[Run]]:
+    """The runs of each task, size and trained model, by seed and score."""
+    found: dict[tuple[str, str, tuple[int, float]], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.task, run.size, model_of(run)), []).append(run)
+    return dict(sorted(found.items()))
+
+
+def with_chosen(runs: list[Run], ks: Sequence[int]) -> list[Run]:
     """Also the runs of the chosen k, as a method of their own."""
     found = list(runs)
-    for task, size, seed in dict.fromkeys((run.task, run.size, run.seed) for run in runs):
-        k = best_k(runs, task, size, seed, ks)
-        of = [r for r in runs if (r.task, r.size, r.seed) == (task, size, seed) and k and r.method == method_name(k)]
-        found += [replace(run, method=CHOSEN, more={**run.more, "k": k}) for run in of]
+    for of in by_trained_model(runs).values():
+        k = best_k(of, ks)
+        if k is not None:
+            chosen = [run for run in of if run.method == method_name(k)]
+            found += [replace(run, method=CHOSEN, more={**run.more, "k": k}) for run in chosen]
     return found
 
 

@@ -8,8 +8,8 @@ By default the network has the 16 convolutions of VGG-19 and its two hidden laye
 published channels (16 to 128 in place of 64 to 512), and is trained on 20,000 images of CIFAR-10: what one core does in
 minutes. Each seed trains one, whose hidden layers are compressed to the same share with the same k; the last layer
 stays. The convolutions stay as they are, so that their outputs are computed once, and the two epochs of fine-tuning
-train linear layers alone. "SVD" is k = 1. Beside them stands kflats' default for layers that are measured, by gradients
-of the logits.
+train linear layers alone. "SVD" is k = 1. Beside them stands kflats for layers that are measured, by gradients of the
+logits. Its default with labels are gradients of the loss.
 """
 
 from __future__ import annotations

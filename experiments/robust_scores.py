@@ -27,6 +27,7 @@ from baselines.synflow import encoder_flow
 from messi_tasks import kept
 
 from kflats import find_weights
+from kflats.common.errors import KflatsError
 
 OURS = "ellipsoid 1"
 """What the paper calls RE-X: its algorithm 1 at p = 1, here through Lewis weights."""
@@ -50,6 +51,8 @@ class Robust(TaskExperiment):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self.rates, self.methods = self.own.rates.split(","), self.own.methods.split(",")
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise KflatsError(f"--methods {unknown[0]!r} is not known", hint=f"some of: {', '.join(METHODS)}")
 
     def known(self, model: TaskModel) -> Known:
         """What methods may know besides the table."""

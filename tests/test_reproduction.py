@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,12 @@ from kflats import RowFisher, TaskLoss
 
 def test_the_page_is_what_the_logs_say(repository: Path) -> None:
     assert (repository / "docs" / "reproduction.md").read_text(encoding="utf-8") == reproduction.page()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_commands_are_lines_of_a_shell() -> None:
+    commands = [claim.command for _, claims, _ in reproduction.PAPERS for claim in claims]
+    subprocess.run(["bash", "-n", "-c", "\n".join(commands)], check=True)
 
 
 def test_without_logs_nothing_is_claimed_of_runs(tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ pytest.importorskip("transformers")
 
 import _algorithms
 import _runs
+import fwsvd_tasks
 import messi_lenet
+import messi_tasks
 import messi_vgg
+import robust_scores
 from _quick import write_task
 from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
 from _tables import Results, by_size, by_task, drop, orderings, paired, told, tuned_drop
@@ -107,6 +110,43 @@ def test_finished_runs_are_kept_by_resume_and_run_again_without_it(tmp_path: Pat
     assert set(newest.libraries) == {"torch", "transformers"}
 
 
+def test_a_run_of_another_process_is_kept(tmp_path: Path) -> None:
+    """Which appended it after this one read the log."""
+    log = Log(tmp_path / "log.jsonl")
+    log_of(tmp_path, {("SVD", 0): 10.0})
+    carry_out([(dataclasses.replace(CELL, seed=0), lambda: pytest.fail("run again"))], log, asked(tmp_path, "--resume"))
+
+
+def test_all_models_that_a_seed_trained_count(tmp_path: Path) -> None:
+    """A run of the same model replaces an older one."""
+    log = log_of(tmp_path, {("SVD", 0): 10.0})
+    for original in (0.6, 0.5):
+        carry_out([(CELL, lambda of=original: dataclasses.replace(SCORES, original=of))], log, asked(tmp_path))
+    assert sorted(drop(run) or 0.0 for run in log.newest()) == pytest.approx([10.0, 20.0])
+    assert len(log.runs) == 3
+
+
+def test_k_is_chosen_for_each_trained_model(tmp_path: Path) -> None:
+    """By its own held-out scores; a model that lacks a k has none."""
+    log = Log(tmp_path / "log.jsonl")
+    scores = {(0.5, 1): 0.3, (0.5, 5): 0.4, (0.6, 1): 0.5, (0.6, 5): 0.4, (0.7, 5): 0.9}
+    for (original, k), score in scores.items():
+        cell = dataclasses.replace(CELL, method=messi_tasks.method_name(k))
+        found = dataclasses.replace(SCORES, original=original, held_out={"compressed": score})
+        carry_out([(cell, lambda found=found: found)], log, asked(tmp_path))
+    chosen = [run for run in messi_tasks.with_chosen(log.newest(), [1, 5]) if run.method == messi_tasks.CHOSEN]
+    assert {run.original: run.more["k"] for run in chosen} == {0.5: 5, 0.6: 1}
+
+
+def test_a_page_of_another_command_is_not_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    _runs.check_page(page, "python x.py --resume")
+    page.write_text("# Title\n\n    python x.py --resume\n\ntext\n")
+    _runs.check_page(page, "python x.py --resume")
+    with pytest.raises(KflatsError, match=r"the page of another command: python x\.py --resume"):
+        _runs.check_page(page, "python x.py --precision bfloat16 --resume")
+
+
 def test_runs_of_an_older_algorithm_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_of(tmp_path, {("SVD", 0): 10.0})
     assert len(log.newest()) == 1
@@ -172,9 +212,9 @@ def test_tables_say_what_was_not_run_and_orderings_what_the_interval_allows(tmp_
 def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
     lost = {("SVD", 0): 10.0, ("SVD", 1): 12.0, ("MESSI", 0): 5.0, ("MESSI", 1): 6.5}
     runs = log_of(tmp_path, lost).newest()
-    assert "not paired" not in told(runs)
+    assert "2 seeds; lr" in told(runs)
     other = [dataclasses.replace(run, original=0.6) if (run.method, run.seed) == ("SVD", 1) else run for run in runs]
-    assert "not paired" in told(other)
+    assert "3 models, of which a seed's value is the mean" in told(other)
     results = Results(other, drop)
     assert len(results.by_model("SVD", "60%", "cola")) == 2
     twice = Results([*runs, *(dataclasses.replace(r, original=0.9, compressed=0.8) for r in runs)], drop)
@@ -254,6 +294,38 @@ def test_a_page_shows_all_of_its_experiment_whatever_part_was_run(
 def test_seeds_are_whole_numbers(seeds: str, tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match="--seeds"):
         asked(tmp_path, "--seeds", seeds)
+
+
+def test_other_tasks_have_a_page_of_their_own(tmp_path: Path) -> None:
+    script = messi_tasks.Tables
+    own = {**messi_tasks.OWN}
+    for tasks, page in (("cola", "messi_tasks"), ("sst2,cola", "messi_tasks_cola_sst2")):
+        words = ["--results", str(tmp_path), "--tasks", tasks]
+        assert script(asked_for("", "cola,mrpc", own, argv=words).of_page).page == page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tasks", ""), "--tasks names no task"),
+        (("--tasks", "wikitext2"), "wikitext2"),
+        (("--rates", "60,abc"), "--rates 60,abc is not supported: 'abc' is no number"),
+        (("--rates", "0"), "'0' is no number above 0"),
+        (("--ks", "1,0.5"), "'0.5' is no whole number"),
+        (("--tuned", "7"), "--tuned 7 holds none of --ks"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(words: tuple[str, str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(KflatsError, match=said):
+        messi_tasks.main(["--quick", "--results", str(tmp_path / "results"), "--models", str(tmp_path / "m"), *words])
+    assert not (tmp_path / "results").exists()
+
+
+def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    folders = ["--quick", "--results", str(tmp_path / "results"), "--models", str(tmp_path / "m")]
+    for script, words in ((robust_scores, ["--methods", "nosuch"]), (fwsvd_tasks, ["--paths", "nowhere"])):
+        with pytest.raises(KflatsError, match=f"{words[1]}.* is not known"):
+            script.main([*folders, *words])
 
 
 @pytest.mark.parametrize("words", [("--source", "shared"), ("--tasks", "cola"), ("--tasks", "mnist,cola")])
