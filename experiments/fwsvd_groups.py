@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _quick import quick
-from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct, model_of
 from _tables import Results, by_size, drop, figure, markdown, orderings, paired, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights
 from torch import Tensor
@@ -111,7 +111,9 @@ class Groups(TaskExperiment):
         asked = self.asked
         runs = self.runs_of(log, lambda run: run.recipe == self.recipes.get(run.method))
         results, errors = Results(runs, drop), Results(runs, lambda run: 100 * (run.error or 0.0))
-        values = Results(runs, lambda run: run.more["singular_value"])
+        largest = {_place(run): run.more["singular_value"] for run in runs if run.size == "group 1"}
+        known = [run for run in runs if largest.get(_place(run))]
+        values = Results(known, lambda run: 100 * run.more["singular_value"] / largest[_place(run)])
         sizes = [(f"group {g}", f"{g}") for g in range(1, GROUPS + 1)]
         places = [(size, float(g)) for size, g in sizes]
         parts = [
@@ -122,7 +124,7 @@ class Groups(TaskExperiment):
         shown = (
             ("Drop of the score, points", results),
             ("Relative squared error of the reconstruction, %", errors),
-            ("Mean singular value (those of FWSVD are scaled by Fisher information)", values),
+            ("Mean singular value (those of FWSVD are scaled by Fisher information), % of the first group's", values),
         )
         for (title, found), task in itertools.product(shown, asked.tasks):
             parts += [f"## {title}: {task}", by_size(found, list(METHODS), sizes, [task], len(asked.seeds))]
@@ -144,6 +146,11 @@ class Groups(TaskExperiment):
         first = orderings(results, [("FWSVD", "SVD")], tail, self.asked.tasks)
         last_costs = markdown(["task", "method", "the last group costs more than the one before"], rows)
         return f"{first}\n\n{last_costs}" if rows else first
+
+
+def _place(run: Run) -> tuple[object, ...]:
+    """What the groups of one decomposition have in common."""
+    return run.task, run.method, model_of(run)
 
 
 def main(argv: list[str] | None = None) -> None:

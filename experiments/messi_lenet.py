@@ -18,7 +18,7 @@ from _hidden_layers import HiddenLayers, Subject, Trained
 from _runs import Asked, asked_for, conduct
 from _small_networks import Images, blobs, lenet, mnist
 
-OWN: dict[str, Any] = {"saved": "96,90,80,94,92", "ks": "2,5", "train-epochs": 10, "epochs": 2, "restarts": 10}
+OWN: dict[str, Any] = {"saved": "96,90,80,94,92", "ks": "2,3,4,5", "train-epochs": 10, "epochs": 2, "restarts": 10}
 QUICK: dict[str, Any] = {"saved": "90", "ks": "2", "train-epochs": 1, "epochs": 1, "restarts": 2, "seeds": "0,1"}
 
 
