@@ -99,7 +99,7 @@ class HiddenLayers:
             )
         if asked.tasks != (subject.task,):
             raise KflatsError(
-                f"--tasks {','.join(asked.tasks)} is not supported with {subject.name}.py",
+                f"--tasks {asked.more.tasks} is not supported with {subject.name}.py",
                 cause=f"{subject.model} has one task, {subject.task}",
                 hint="leave --tasks out",
             )

@@ -174,19 +174,21 @@ class Log:
         self.path = path
         self.runs: list[Run] = []
         names = {one.name for one in fields(Run)}
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         for number, line in enumerate(text.splitlines(), 1):
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
-                if line.startswith(_BEGIN):
-                    print(f"line {number} of {path} was cut off; it is passed over", file=sys.stderr)
-                    continue
-                raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
-            try:
-                self.runs.append(Run(**{name: found[name] for name in names}))
-            except (KeyError, TypeError) as error:
-                raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
+            rest = line
+            while rest:
+                try:  # two runs may stand in a line, where the first was written by a program that ended no line
+                    found, end = json.JSONDecoder().raw_decode(rest)
+                    self.runs.append(Run(**{name: found[name] for name in names}))
+                except json.JSONDecodeError as error:
+                    if rest.startswith(_BEGIN):
+                        print(f"line {number} of {path} was cut off; it is passed over", file=sys.stderr)
+                        break
+                    raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove it") from error
+                except (KeyError, TypeError) as error:
+                    raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove it") from error
+                rest = rest[end:].lstrip()
 
     def find(self, key: str) -> Run | None:
         """The newest run with this key."""
@@ -293,6 +295,9 @@ def asked_for(
         raise KflatsError("--tasks names no task", hint=f"such as {tasks}")
     asked_seeds, usual_seeds = (tuple(map(_whole, words.split(","))) for words in (given.seeds, seeds))
     whole = not given.quick and given.source is None and {*asked_tasks} <= {*usual_tasks}
+    others = not given.quick and not {*asked_tasks} <= {*usual_tasks}
+    asked_tasks = tuple(sorted(asked_tasks)) if others else asked_tasks  # as the page of their own is called
+    common["tasks"] = ",".join(asked_tasks) if others else common["tasks"]
     shown = usual_tasks if whole else asked_tasks, usual_seeds if {*asked_seeds} <= {*usual_seeds} else asked_seeds
     hidden = ["results", "models", "resume", "tables", "no_pages", "task_data"]
     hidden += ["tasks"] * (shown[0] == usual_tasks) + ["seeds"] * (shown[1] == usual_seeds)
@@ -317,7 +322,7 @@ def asked_for(
         command=" ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *told, "--resume"]),
         more=given,
         shown=shown,
-        other_tasks=not given.quick and not {*asked_tasks} <= {*usual_tasks},
+        other_tasks=others,
     )
 
 
@@ -329,25 +334,30 @@ def _whole(word: str) -> int:
 
 _WHOLE = ("--ks", "--tuned", "--counts")
 """Options that hold numbers of flats."""
+_SHARES = ("--rates", "--saved")
+"""Options that hold what is saved, in %."""
+_MAY_BE_EMPTY = ("--ratios", "--before")
+"""Options of which an empty one asks for nothing."""
 
 
 def _check_numbers(option: str, given: object, default: object) -> None:
-    """Refuse what is no list of numbers above 0 where the ``default`` is one. An empty list asks for nothing.
+    """Refuse what is no list of numbers above 0 where the ``default`` is one.
 
     >>> _check_numbers("--rates", "60,abc", "20,40")
     Traceback (most recent call last):
-    kflats.common.errors.KflatsError: --rates 60,abc is not supported: 'abc' is no number above 0. Try: numbers with \
-commas between them, such as 20,40.
+    kflats.common.errors.KflatsError: --rates 60,abc is not supported: 'abc' is no number above 0 and below 100. Try: \
+numbers with commas between them, such as 20,40.
     """
-    if not isinstance(given, str) or not isinstance(default, str) or not given:
+    if not isinstance(given, str) or not isinstance(default, str) or (not given and option in _MAY_BE_EMPTY):
         return
     if not default or not all(map(_is_number, default.split(","))):
         return
-    whole = option in _WHOLE
+    whole, share = option in _WHOLE, option in _SHARES
     for word in given.split(","):
-        if not _is_number(word) or (whole and not word.isdigit()):
+        if not _is_number(word) or (whole and not word.isdigit()) or (share and float(word) >= 100):
+            what = f"{'whole ' * whole}number above 0{' and below 100' * share}"
             raise KflatsError(
-                f"{option} {given} is not supported: {word!r} is no {'whole ' * whole}number above 0",
+                f"{option} {given} is not supported: {word!r} is no {what}",
                 hint=f"numbers with commas between them, such as {default}",
             )
 
@@ -363,13 +373,12 @@ def carry_out(cells: Iterable[tuple[Cell, Callable[[], Scores]]], log: Log, aske
     """Run each cell that the log does not hold (all of them without ``--resume``), and append it to the log."""
     now = commit()
     for cell, compute in cells:
-        # Another process may have made it meanwhile.
-        if (
-            asked.resume
-            and (done := log.find(cell.key) or Log(log.path).find(cell.key)) is not None
-            and done.is_current
-        ):
-            continue
+        if asked.resume:
+            done = log.find(cell.key)
+            if done is None and (done := Log(log.path).find(cell.key)) is not None:
+                log.runs.append(done)  # another process made it meanwhile
+            if done is not None and done.is_current:
+                continue
         began = time.monotonic()
         scores = compute()
         place = {f.name: getattr(cell, f.name) for f in fields(cell) if f.name != "algorithms"}

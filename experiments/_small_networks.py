@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.hashing import sha256
 from kflats.common.release import needed
 
@@ -154,7 +154,10 @@ def cifar(name: str, folder: Path | None) -> Images:
         split = "train" if name.startswith("train") else "test"
         pixels, classes = _from_hub("uoft-cs/cifar10", split, "img", "label")
     else:
-        kept = np.load(folder / "cifar10" / f"{name}.npz")
+        path = folder / "cifar10" / f"{name}.npz"
+        if not path.is_file():
+            raise KflatsError(f"there is no file {path}", hint="--task-data hub, which has CIFAR-10")
+        kept = np.load(path)
         x = kept["residual"].transpose(1, 2, 3, 0).copy()
         x[:, :, 0] = np.cumsum(x[:, :, 0], axis=1, dtype=np.uint8)
         x = np.cumsum(x, axis=2, dtype=np.uint8)
@@ -166,7 +169,12 @@ def cifar(name: str, folder: Path | None) -> Images:
 
 
 def _from_hub(repository: str, split: str, pixels: str, label: str) -> tuple[Tensor, Tensor]:
-    rows = needed("datasets", "kflats[tasks]", "images of the hub").load_dataset(repository, split=split)
+    try:
+        rows = needed("datasets", "kflats[tasks]", "images of the hub").load_dataset(repository, split=split)
+    except OSError as error:  # those of networks too
+        raise KflatsError(
+            f"{repository} cannot be read: {first_line(error)}", hint="a network, or --task-data FOLDER"
+        ) from error
     stacked = np.stack([np.asarray(image, dtype=np.uint8) for image in rows[pixels]])
     return torch.from_numpy(stacked), torch.tensor(list(rows[label]))
 

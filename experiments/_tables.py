@@ -1,10 +1,11 @@
 """Tables, orderings and figures of a log of runs; where a cell has no run, it says "not run".
 
 Runs are paired between methods where they compressed the same model: one seed trains different models on two kinds of
-CPU, which their scores before compression tell apart. All of them count: the value of a seed is the mean over its
-models. An interval is that of the mean of paired differences (Student's t, 95 %, by SciPy). It covers the chance of
-training and of starts, not that of the judged examples. An ordering is claimed only if its interval excludes 0; of
-twenty ties one is expected to look like a difference.
+CPU, which their scores before compression tell apart. All of them count in comparisons: the value of a seed is the mean
+over its models. The cells of a column are of the models that all its methods compressed, where there are such. An
+interval is that of the mean of paired differences (Student's t, 95 %, by SciPy). It covers the chance of training and
+of starts, not that of the judged examples. An ordering is claimed only if its interval excludes 0; of twenty ties one
+is expected to look like a difference.
 """
 
 from __future__ import annotations
@@ -129,9 +130,33 @@ class Results:
 
         return [{seed: value(place, seed) for seed in seeds} for place in range(len(methods))]
 
+    def whole(self, methods: Sequence[str], size: str, task: str) -> Results:
+        """Those of one size and task of the models that every method compressed which has runs of all seeds, where each
+        seed has such a model; else all. The cells of a column are then of the same models."""
+        each = [self.by_model(method, size, task) for method in methods]
+        seeds = {seed for one in each for seed, _ in one}
+        full = [one.keys() for one in each if {seed for seed, _ in one} == seeds]
+        models = set.intersection(*map(set, full)) if full else set()
+        if {seed for seed, _ in models} != seeds:
+            return self
+        kept = Results((), drop)
+        for method, one in zip(methods, each, strict=True):
+            own = models & one.keys() or one.keys()
+            kept.at |= {(method, size, task, model): one[model] for model in own}
+        return kept
+
+    def cells(self, methods: Sequence[str], size: str, tasks: Sequence[str], seeds: int) -> list[str]:
+        """For each method mean and standard deviation over seeds; how many seeds, where not all have run."""
+        kept = Results((), drop)
+        for task in tasks:
+            for place, value in self.whole(methods, size, task).at.items():
+                if place[1:3] == (size, task):
+                    kept.at[place] = value
+        return [spread(list(kept.by_seed([method], size, tasks)[0].values()), seeds) for method in methods]
+
     def cell(self, method: str, size: str, tasks: Sequence[str], seeds: int) -> str:
-        """Mean and standard deviation over seeds; how many seeds, where not all have run."""
-        return spread(list(self.by_seed([method], size, tasks)[0].values()), seeds)
+        """The same for one method alone."""
+        return self.cells([method], size, tasks, seeds)[0]
 
 
 @dataclass(frozen=True)
@@ -186,7 +211,8 @@ def by_task(results: Results, methods: Sequence[str], size: tuple[str, str], tas
         size: as logged, and its name. seeds: how many each cell should have.
     """
     over = _over(tasks)
-    rows = [[method, *(results.cell(method, size[0], of, seeds) for _, of in over)] for method in methods]
+    columns = [results.cells(methods, size[0], of, seeds) for _, of in over]
+    rows = [[method, *(column[place] for column in columns)] for place, method in enumerate(methods)]
     return markdown([size[1], *(name for name, _ in over)], rows)
 
 
@@ -198,11 +224,10 @@ def by_size(
     Args:
         sizes: (size as logged, its name in the head). seeds: how many each cell should have.
     """
-    rows = [
-        [name, method, *(results.cell(method, size, of, seeds) for size, _ in sizes)]
-        for name, of in _over(tasks)
-        for method in methods
-    ]
+    rows = []
+    for name, of in _over(tasks):
+        columns = [results.cells(methods, size, of, seeds) for size, _ in sizes]
+        rows += [[name, method, *(column[place] for column in columns)] for place, method in enumerate(methods)]
     return _with_tasks(["task", "method", *(shown for _, shown in sizes)], rows, tasks)
 
 
@@ -350,8 +375,8 @@ def told(runs: Sequence[Run]) -> str:
         lines.append(
             f"- {task}: {of[0].metric} {spread(list(scores.values()), len(scores))} before, "
             f"{len(scores)} seed{'s' * (len(scores) > 1)}; {training}"
-            + f"; {len(models)} models, of which a seed's value is the mean"
-            * several
+            + f"; {len(models)} models: cells are of those that all methods of a column compressed, comparisons of "
+            "all, and a seed's value is the mean over its models" * several
         )
     made = sorted({", ".join(f"{name} {number}" for name, number in run.libraries.items()) for run in runs})
     hours = sum(run.seconds for run in runs) / 3600

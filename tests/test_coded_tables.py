@@ -582,9 +582,10 @@ def test_ids_without_numbers_of_their_own(table: CodedTable) -> None:
     masked = np.ma.MaskedArray([1, 2, N], mask=[False, False, True])
     with pytest.raises(KflatsError, match="ids with a mask are not supported"):
         table.rows(masked)
-    for ids in (torch.ones(2, 2, dtype=torch.int64).to_sparse(), torch.ones(2, dtype=torch.int64, device="meta")):
-        with pytest.raises(KflatsError, match="with a layout of their own"):
-            table.rows(ids)
+    for ids in (torch.ones(2, dtype=torch.int64).to_sparse(), torch.ones(2, dtype=torch.int64, device="meta")):
+        for read in (table.rows, table.take):
+            with pytest.raises(KflatsError, match="with a layout of their own"):
+                read(ids)
     with pytest.raises(KflatsError, match=r"shape \(2, 1\) are not supported by take"):
         table.take(torch.ones(2, 1, dtype=torch.int64))
     with pytest.warns(PendingDeprecationWarning):
@@ -608,9 +609,9 @@ def test_an_id_that_stands_for_no_token_is_left_out_of_bags(table: CodedTable, p
         TableEmbedding(table, padding).padding_idx
         == nn.Embedding.from_pretrained(whole, padding_idx=padding).padding_idx
     )
-    for beyond in (N, -N - 1):
-        with pytest.raises(KflatsError, match=f"padding_idx={beyond} is not supported"):
-            TableEmbedding(table, beyond)
+    for beyond in (N, -N - 1, 1.5, "3", True):
+        with pytest.raises(KflatsError, match=f"padding_idx={beyond!r} is not supported"):
+            TableEmbedding(table, beyond)  # type: ignore[arg-type]
 
 
 def test_layers_are_those_of_the_whole_table(table: CodedTable) -> None:

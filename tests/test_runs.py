@@ -111,10 +111,28 @@ def test_finished_runs_are_kept_by_resume_and_run_again_without_it(tmp_path: Pat
 
 
 def test_a_run_of_another_process_is_kept(tmp_path: Path) -> None:
-    """Which appended it after this one read the log."""
+    """Which appended it after this one read the log, and which later cells may depend on."""
     log = Log(tmp_path / "log.jsonl")
     log_of(tmp_path, {("SVD", 0): 10.0})
     carry_out([(dataclasses.replace(CELL, seed=0), lambda: pytest.fail("run again"))], log, asked(tmp_path, "--resume"))
+    assert len(log.runs) == 1
+
+
+def test_cells_of_a_column_are_of_the_same_models(tmp_path: Path) -> None:
+    """Where each seed has a model that all methods compressed; a method without runs of all seeds has no say."""
+    old = {("SVD", 0): 10.0, ("SVD", 1): 10.0, ("MESSI", 0): 8.0, ("MESSI", 1): 8.0}
+    new = {**dict.fromkeys(old, 20.0), ("k", 0): 9.0, ("k", 1): 9.0, ("few", 0): 5.0}
+    runs = log_of(tmp_path / "old", old).newest()
+    runs += [
+        dataclasses.replace(run, original=run.original + 0.1, compressed=(run.compressed or 0.0) + 0.1)
+        for run in log_of(tmp_path / "new", new).newest()
+    ]
+    results = Results(runs, drop)
+    assert results.cells(["SVD", "MESSI", "k"], "60%", ["cola"], 2) == ["20.00 ± 0.00", "20.00 ± 0.00", "9.00 ± 0.00"]
+    assert results.cells(["SVD", "few"], "60%", ["cola"], 2) == ["15.00 ± 0.00", "5.00 (1 of 2)"]
+    assert results.cells(["SVD", "MESSI"], "60%", ["cola"], 2) == ["15.00 ± 0.00", "14.00 ± 0.00"]
+    ours, theirs = results.by_seed(("MESSI", "SVD"), "60%", ["cola"])
+    assert (ours, theirs) == (pytest.approx({0: 14.0, 1: 14.0}), pytest.approx({0: 15.0, 1: 15.0})), "all models count"
 
 
 def test_all_models_that_a_seed_trained_count(tmp_path: Path) -> None:
@@ -164,7 +182,9 @@ def test_a_line_that_was_cut_off_is_dropped_and_a_damaged_one_refused(tmp_path: 
     assert path.read_text() == whole[:-5], "reading changes nothing"
     carry_out([(dataclasses.replace(CELL, seed=2), lambda: SCORES)], Log(path), asked(tmp_path))
     assert [run.seed for run in Log(path).runs] == [0, 2]
-    for damaged in ("{}", "[1]", "not JSON", json.dumps({"key": 1})):
+    path.write_text(whole.replace("\n", "", 1))
+    assert [run.seed for run in Log(path).runs] == [0, 1], "two runs in a line are two"
+    for damaged in ("{}", "[1]", "not JSON", json.dumps({"key": 1}), whole.splitlines()[0] + "x"):
         path.write_text(damaged + "\n" + whole)
         with pytest.raises(KflatsError, match=r"line 1 of .* is no run"):
             Log(path)
@@ -214,7 +234,7 @@ def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
     runs = log_of(tmp_path, lost).newest()
     assert "2 seeds; lr" in told(runs)
     other = [dataclasses.replace(run, original=0.6) if (run.method, run.seed) == ("SVD", 1) else run for run in runs]
-    assert "3 models, of which a seed's value is the mean" in told(other)
+    assert "3 models: cells are of those that all methods of a column compressed" in told(other)
     results = Results(other, drop)
     assert len(results.by_model("SVD", "60%", "cola")) == 2
     twice = Results([*runs, *(dataclasses.replace(r, original=0.9, compressed=0.8) for r in runs)], drop)
@@ -299,9 +319,13 @@ def test_seeds_are_whole_numbers(seeds: str, tmp_path: Path) -> None:
 def test_other_tasks_have_a_page_of_their_own(tmp_path: Path) -> None:
     script = messi_tasks.Tables
     own = {**messi_tasks.OWN}
-    for tasks, page in (("cola", "messi_tasks"), ("sst2,cola", "messi_tasks_cola_sst2")):
-        words = ["--results", str(tmp_path), "--tasks", tasks]
-        assert script(asked_for("", "cola,mrpc", own, argv=words).of_page).page == page
+    pages = {"cola": "messi_tasks", "sst2,cola": "messi_tasks_cola_sst2", "cola,sst2": "messi_tasks_cola_sst2"}
+    commands = set()
+    for tasks, page in pages.items():
+        found = asked_for("", "cola,mrpc", own, argv=["--results", str(tmp_path), "--tasks", tasks])
+        assert script(found.of_page).page == page
+        commands.add(found.command.partition(" ")[2])
+    assert len(commands) == 2, "in any order"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +335,8 @@ def test_other_tasks_have_a_page_of_their_own(tmp_path: Path) -> None:
         (("--tasks", "wikitext2"), "wikitext2"),
         (("--rates", "60,abc"), "--rates 60,abc is not supported: 'abc' is no number"),
         (("--rates", "0"), "'0' is no number above 0"),
+        (("--rates", "150"), "'150' is no number above 0 and below 100"),
+        (("--ks", ""), "'' is no whole number"),
         (("--ks", "1,0.5"), "'0.5' is no whole number"),
         (("--tuned", "7"), "--tuned 7 holds none of --ks"),
     ],

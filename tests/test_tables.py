@@ -210,9 +210,11 @@ def two_tensors(path: Path) -> Path:
     return path
 
 
-def ragged(path: Path, lists: list[list[float | None]]) -> Path:
+def ragged(path: Path, lists: list[list[float | None]], *, plain: bool = False) -> Path:
+    """``plain``: without a type, as a program writes a column that it knows nothing of."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    parquet.write_table(arrow.table({"vector": arrow.array(lists, type=arrow.list_(arrow.float32()))}), path)
+    kind = arrow.null() if plain else arrow.list_(arrow.float32())
+    parquet.write_table(arrow.table({"vector": arrow.array(lists, type=kind)}), path)
     return path
 
 
@@ -224,6 +226,10 @@ def test_a_stream_that_was_cut_between_its_parts_is_refused(tmp_path: Path) -> N
         writer.write_table(whole, max_chunksize=30)
     assert open_rows(path).shape == (90, 6)
     data = path.read_bytes()
+    older = tmp_path / "older.arrow"
+    with ipc.new_stream(older, whole.schema, options=ipc.IpcWriteOptions(use_legacy_format=True)) as writer:
+        writer.write_table(whole)
+    assert open_rows(older).shape == (90, 6)
     source = arrow.BufferReader(data)
     messages = ipc.MessageReader.open_stream(source)
     for _ in range(3):  # the schema and two batches
@@ -240,9 +246,21 @@ def test_files_without_rows_are_left_out(form: str, tmp_path: Path) -> None:
     """As programs write them that divide few rows among many files."""
     for part, count in enumerate((0, 3, 0, 2)):
         FORMS[form](drawn(5, 6)[:count], tmp_path / f"part-{part}")
+    last = sorted(tmp_path.iterdir())[3]
+    empty_parts(tmp_path, last.suffix)
     rows = open_rows(tmp_path)
     assert torch.equal(rows.take(torch.arange(3)).double(), drawn(5, 6)[:3].double())
-    assert (rows.shape, rows.place(4)) == ((5, 6), f"row 1 of {sorted(tmp_path.iterdir())[3]}")
+    assert (rows.shape, rows.place(4)) == ((5, 6), f"row 1 of {last}")
+
+
+def empty_parts(folder: Path, suffix: str) -> None:
+    """Parts whose emptiness has hidden what they would hold."""
+    if suffix == ".npy":
+        np.save(folder / "part-4.npy", np.array([], dtype=np.float32))
+    elif suffix == ".safetensors":
+        save_file({"another": torch.zeros(0, 6)}, folder / "part-4.safetensors")
+    elif suffix == ".parquet":
+        ragged(folder / "part-4.parquet", [], plain=True)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from kflats.compress import pipeline
 from kflats.io import saving
 from kflats.io.mapped import copied_if_written, mapped_tensors
 from kflats.io.saving import load_model
+from kflats.io.sources import trusting_remote_code
 from kflats.model.weights import find_weights
 
 FIELDS = frozenset({"row_fisher", "column_fisher", "input_gram", "input_mean", "output_gram", "fisher_gram", "counts"})
@@ -135,26 +137,80 @@ def test_tensors_of_another_shape_are_named(mapped: bool, tmp_path: Path) -> Non
         load_model(tmp_path, mapped=mapped)
 
 
+def without(folder: Path, lost: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's file, which then lacks some."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not lost(name)}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return kept
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
 @pytest.mark.parametrize("mapped", [False, True], ids=["plain", "mapped"])
 def test_a_pooler_that_was_never_saved_is_drawn_alike(mapped: bool, tmp_path: Path) -> None:
-    """With a warning; half of a pooler is damage."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    transformers.BertModel(transformers.BertConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for left, kept in enumerate(([], ["pooler.dense.bias"])):
-        some = {name: one for name, one in tensors.items() if "pooler" not in name or name in kept}
-        save_file(some, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        if left:
-            with pytest.raises(KflatsError, match=r"lack the tensor 'pooler\.dense\.weight'"):
-                load_model(tmp_path, mapped=mapped)
-            continue
-        drawn = []
-        for seed in range(2):
-            torch.manual_seed(seed)
-            with pytest.warns(KflatsWarning, match="no pooler: its weights are random"):
-                drawn.append(load_model(tmp_path, mapped=mapped).state_dict())
-        assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in tensors)
-        assert all(torch.equal(drawn[0][name], some[name]) for name in some)
+    """With a warning, and without a trace in the caller's random numbers; half of a pooler is damage."""
+    transformers.BertModel(transformers.BertConfig(vocab_size=40, **SIZES)).save_pretrained(tmp_path)
+    kept, drawn = without(tmp_path, lambda name: "pooler" in name), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        with pytest.warns(KflatsWarning, match="have no pooler: its numbers are drawn at random"):
+            drawn.append(load_model(tmp_path, mapped=mapped).state_dict())
+        assert torch.equal(torch.random.get_rng_state(), before)
+    assert drawn[0]["pooler.dense.weight"].any()
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+    assert all(torch.equal(drawn[0][name], kept[name]) for name in kept)
+    save_file(kept | {"pooler.dense.bias": torch.zeros(16)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(KflatsError, match=r"lack the tensor 'pooler\.dense\.weight'"):
+        load_model(tmp_path, mapped=mapped)
+
+
+def test_a_pooler_that_a_head_reads_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(vocab_size=40, **SIZES)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    without(tmp_path, lambda name: "pooler" in name)
+    with pytest.raises(KflatsError, match=r"lack the tensor 'bert\.pooler\.dense\.bias', and 1 more"):
+        load_model(tmp_path)
+
+
+def test_what_training_alone_reads_may_be_absent(tmp_path: Path) -> None:
+    sizes = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,), "num_feat_extract_layers": 1}
+    config = transformers.Wav2Vec2Config(vocab_size=9, num_conv_pos_embeddings=4, **SIZES, **sizes)
+    transformers.Wav2Vec2ForCTC(config).save_pretrained(tmp_path)
+    without(tmp_path, lambda name: name.endswith("masked_spec_embed"))
+    with pytest.warns(KflatsWarning, match="have no wav2vec2.masked_spec_embed: its numbers are drawn"):
+        load_model(tmp_path)
+
+
+def test_counters_may_be_absent_and_statistics_may_not(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    transformers.ResNetForImageClassification(config).save_pretrained(tmp_path)
+    without(tmp_path, lambda name: name.endswith("num_batches_tracked"))
+    load_model(tmp_path)
+    without(tmp_path, lambda name: name.endswith("running_mean"))
+    with pytest.raises(KflatsError, match="running_mean"):
+        load_model(tmp_path)
+
+
+def test_code_of_a_model_that_loads_in_its_own_way_is_left_alone(tmp_path: Path) -> None:
+    """It may know nothing of a report of absent tensors."""
+    (tmp_path / "own.py").write_text(
+        "from transformers import BertConfig, BertModel\n"
+        "class OwnConfig(BertConfig):\n    model_type = 'own-bert'\n"
+        "class OwnModel(BertModel):\n    config_class = OwnConfig\n"
+        "    @classmethod\n    def from_pretrained(cls, *a, **k):\n"
+        "        model = super().from_pretrained(*a, **k)\n        model.note = 'ready'\n        return model\n"
+    )
+    transformers.BertModel(transformers.BertConfig(vocab_size=40, **SIZES)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    config |= {"auto_map": named, "model_type": "own-bert", "architectures": ["OwnModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with trusting_remote_code():
+        assert load_model(tmp_path).note == "ready"
 
 
 def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

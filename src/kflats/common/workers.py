@@ -451,7 +451,8 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
     except (RuntimeError, ValueError, StopIteration) as error:
         raise KflatsError(
             f"the workers could not connect: {first_line(error)}",
-            hint="torchrun --nproc-per-node N -m kflats compress ..., or kflats compress --workers N",
+            cause="one of them, or what started them, ended or was stopped meanwhile, or fewer came than were named",
+            hint="the same command again: torchrun --nproc-per-node N -m kflats ..., or kflats compress --workers N",
         ) from error
     store = PrefixStore("kflats", whole)
     workers, ended = Workers(rank, count, _Connection(store), patience), threading.Event()

@@ -604,11 +604,11 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
             return kind.from_pretrained(where, **settings)  # the plug-in checks the files
         check_files(where.glob("*.safetensors"), warns=False)
         with torch.random.fork_rng(devices=[]):  # what the files lack is drawn
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # of the CPU alone
             if mapped and safe and not kind.__name__.startswith("AutoModel"):
                 model, found = _mapped_model(kind, config, where, transformers)
             else:
-                model, found = _with_findings(kind, where, **settings)
+                model, found = _with_findings(kind, where, own_code=bool(_auto_map(where)), **settings)
         _check_complete(where, model, found)
         return model
     except KflatsError:
@@ -627,10 +627,15 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
         ) from error
 
 
+_UNUSED = ("masked_spec_embed",)
+"""Tensors that training alone reads, and that published files often lack: of speech encoders."""
+
+
 def _check_complete(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
-    """Refuse a folder whose files lack tensors of ``model``, or hold them in other shapes: transformers draws these. A
-    pooler that is wholly absent is drawn, with a warning: many encoders are saved without one, and means over tokens do
-    not depend on it.
+    """Refuse a folder whose files lack numbers of ``model``, or hold them in other shapes: transformers draws these.
+
+    A base model's own pooler that is wholly absent is drawn, with a warning: many encoders are saved without one, and
+    means over tokens do not depend on it. So is what training alone reads. Counters begin at 0.
 
     Args:
         found: what transformers reports of the files.
@@ -643,9 +648,14 @@ def _check_complete(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
             cause="config.json is of another model",
             hint="the config.json that was saved with these weights",
         )
-    lost = set(found["missing_keys"])
-    pooler = {name for name, _ in model.named_parameters() if "pooler" in name.split(".")}
-    drawn = pooler if pooler <= lost else set[str]()
+    if not found["missing_keys"]:
+        return
+    counters = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
+    lost = set(found["missing_keys"]) - counters
+    pooler = {name for name, _ in model.named_parameters() if name.startswith("pooler.")}
+    drawn = {name for name in lost if name.rpartition(".")[2] in _UNUSED}
+    if pooler <= lost and getattr(model, "base_model", None) is model:
+        drawn |= pooler
     if without := sorted(lost - drawn):
         raise KflatsError(
             f"the weight files in {folder} lack the tensor {without[0]!r}{_and_more(without)}",
@@ -654,20 +664,24 @@ def _check_complete(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
             "part at random, and take that folder",
         )
     if drawn:
-        warnings.warn(
-            KflatsWarning(f"the weight files in {folder} have no pooler: its weights are random numbers"), stacklevel=3
-        )
+        names = sorted({"pooler" if name in pooler else name for name in drawn})
+        message = f"the weight files in {folder} have no {' and no '.join(names)}: its numbers are drawn at random"
+        warnings.warn(KflatsWarning(message), stacklevel=3)
 
 
-def _with_findings(kind: Any, *arguments: object, **settings: object) -> tuple[Any, Mapping[str, Any]]:
+def _with_findings(
+    kind: Any, *arguments: object, own_code: bool = False, **settings: object
+) -> tuple[Any, Mapping[str, Any]]:
     """What ``kind`` loads, and what it reports of the files. Shapes that do not fit are reported, and no error.
 
-    Limit: the few classes that load in a way of their own, which may know nothing of a report, report nothing.
+    Limit: classes that load in a way of their own, which may know nothing of a report, report nothing. These are few in
+    transformers; the ``own_code`` of a model may be one.
     """
     from transformers import PreTrainedModel
 
-    own = getattr(kind.from_pretrained, "__func__", None)
-    if issubclass(kind, PreTrainedModel) and own is not PreTrainedModel.from_pretrained.__func__:  # type: ignore[attr-defined]
+    loads = getattr(kind.from_pretrained, "__func__", None)
+    usual = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    if (own_code and trusts_remote_code()) or (issubclass(kind, PreTrainedModel) and loads is not usual):
         return kind.from_pretrained(*arguments, **settings), {"missing_keys": (), "mismatched_keys": ()}
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, found = kind.from_pretrained(*arguments, **settings, **report)

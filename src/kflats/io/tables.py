@@ -263,29 +263,30 @@ def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], n
 
 
 def _of_safetensors(path: Path, name: str) -> Rows | None:
-    chosen = _only(path, "tensor", _matrices(path), name)
-    table = mapped_tensors(path, chosen)[chosen]  # pages are read when they are used
-    return TensorRows(table) if len(table) else None
+    sizes = _matrices(path)
+    chosen = _only(path, "tensor", [one for one, rows in sizes.items() if rows] or list(sizes), name)
+    return TensorRows(mapped_tensors(path, chosen)[chosen]) if sizes[chosen] else None  # read page by page
 
 
-def _matrices(path: Path) -> list[str]:
-    """The names of the tables of floats in a file of safetensors."""
+def _matrices(path: Path) -> dict[str, int]:
+    """The names of the tables of floats in a file of safetensors, and their rows."""
     try:
         with path.open("rb") as file:
             _, entries = read_header(file, path)
     except OSError as error:
         raise unreadable(path, error) from error
-    return [one for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype]
+    return {one: entry.shape[0] for one, entry in entries.items() if len(entry.shape) == 2 and "F" in entry.dtype}
 
 
 def _check_names(paths: Sequence[Path]) -> None:
     """Refuse files of safetensors whose only tables have several names: they are parts of a model, not of a table."""
-    found = {name: path for path in paths if len(names := _matrices(path)) == 1 for name in names}
+    found = {name: path for path in paths if len(sizes := _matrices(path)) == 1 for name, rows in sizes.items() if rows}
     if len(found) > 1:
         (one, first), (other, second) = list(found.items())[:2]
         raise KflatsError(
             f"{first} holds {one!r}, and {second} holds {other!r}, which are not parts of one table",
-            hint="the name of one of them (--column NAME), one file, or tensors of one name",
+            hint="the file alone that holds the table, its name (--column NAME) where the folder has an index, or one "
+            "name for all parts",
         )
 
 
@@ -305,7 +306,7 @@ def _of_npy(path: Path, name: str) -> Rows | None:
             f"{path} holds {table.dtype}, which is not supported as a table",
             hint="float16, float32 or float64 of this machine's byte order",
         )
-    return TensorRows(as_tensor(table)) if table.ndim != 2 or len(table) else None
+    return TensorRows(as_tensor(table)) if table.size else None
 
 
 def _of_arrow(path: Path, name: str) -> Rows | None:
@@ -315,13 +316,15 @@ def _of_arrow(path: Path, name: str) -> Rows | None:
             parquet: Any = needed("pyarrow.parquet", "kflats[tables]", "a Parquet file")
             file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
             counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            if not any(counts):
+                return None  # whose columns may be of no type
             column = _column(arrow, path, file.schema_arrow, name)
 
             def decompressed(group: int) -> Iterator[Any]:
                 read = file.iter_batches(_PIECE, row_groups=[group], columns=[column])
                 return (batch.column(0) for batch in read)
 
-            return _ArrowRows(path, decompressed, column, counts) if any(counts) else None
+            return _ArrowRows(path, decompressed, column, counts)
         ipc: Any = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file")
         try:
             file = ipc.open_file(arrow.memory_map(os.fspath(path)))
@@ -331,14 +334,16 @@ def _of_arrow(path: Path, name: str) -> Rows | None:
                 batches, schema = list(stream), stream.schema  # mapped, unless their numbers are compressed
             _check_end(path)
             count, batch_of = len(batches), batches.__getitem__
+        counts = [batch_of(i).num_rows for i in range(count)]
+        if not any(counts):
+            return None
         column = _column(arrow, path, schema, name)
 
         def mapped(group: int) -> Iterator[Any]:
             whole = batch_of(group).column(column)
             return (whole.slice(start, _PIECE) for start in range(0, len(whole), _PIECE))
 
-        counts = [batch_of(i).num_rows for i in range(count)]
-        return _ArrowRows(path, mapped, column, counts) if any(counts) else None
+        return _ArrowRows(path, mapped, column, counts)
     except (arrow.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -350,8 +355,10 @@ def _check_end(path: Path) -> None:
         KflatsError: it does not end with the mark that writers put there when they close it.
     """
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - len(_STREAM_END)))
-        if file.read() != _STREAM_END:
+        # Files of Arrow before 0.15 begin without this word, and end in zeros alone.
+        end = _STREAM_END if file.read(4) == _STREAM_END[:4] else _STREAM_END[4:]
+        file.seek(max(0, path.stat().st_size - len(end)))
+        if file.read() != end:
             raise KflatsError(
                 f"{path} ends without the mark of its end",
                 cause="it is cut off, or the program that wrote it did not close it",

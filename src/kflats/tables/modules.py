@@ -29,9 +29,10 @@ class TableEmbedding(nn.Module):
         super().__init__()
         self.table = table
         self.num_embeddings, self.embedding_dim = table.shape
-        if padding_idx is not None and not -len(table) <= padding_idx < len(table):
+        whole = padding_idx is None or (isinstance(padding_idx, int) and not isinstance(padding_idx, bool))
+        if not whole or (padding_idx is not None and not -len(table) <= padding_idx < len(table)):
             raise KflatsError(
-                f"padding_idx={padding_idx} is not supported with a table of {len(table):,} rows",
+                f"padding_idx={padding_idx!r} is not supported with a table of {len(table):,} rows",
                 hint="the id of one of its rows",
             )
         self.padding_idx = padding_idx if padding_idx is None else padding_idx % len(table)

@@ -100,18 +100,14 @@ class CodedTable:
             raise KflatsError(
                 f"rows are asked for by several ids, not by {repr(ids)[:80]}", hint="a list, an array or a tensor"
             ) from error
-        if given.is_meta or given.layout != torch.strided:
-            raise KflatsError(
-                "ids without numbers, or with a layout of their own, are not supported", hint="a dense tensor"
-            )
-        rows = self._rows(given.detach().cpu().reshape(-1).numpy())
+        rows = self._rows(_numbers(given).reshape(-1))
         return rows.view(*given.shape, self.shape[1]).to(given.device)
 
     def take(self, index: Tensor) -> Tensor:
         """As ``Rows.take``: the rows ``index`` (m,)."""
         if index.ndim != 1:
             raise KflatsError(f"ids of shape {tuple(index.shape)} are not supported by take", hint="table.rows(ids)")
-        return self._rows(index.cpu().numpy())
+        return self._rows(_numbers(index))
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """As ``Rows.blocks``."""
@@ -175,6 +171,20 @@ class CodedTable:
             self._code.check(shard, self.index.rows_of(number))
             self._shards[number] = shard
         return shard
+
+
+def _numbers(ids: Tensor) -> npt.NDArray[np.generic]:
+    """The numbers of a tensor.
+
+    Raises:
+        KflatsError: it has none of its own, or keeps them in another way than one after the other.
+    """
+    if ids.is_meta or ids.is_nested or ids.layout != torch.strided:
+        raise KflatsError(
+            "ids without numbers, or with a layout of their own, are not supported", hint="a dense tensor"
+        )
+    found: npt.NDArray[np.generic] = ids.detach().cpu().numpy()
+    return found
 
 
 def open_table(path: str | os.PathLike[str]) -> CodedTable:
