@@ -31,7 +31,6 @@ from kflats.compress import pipeline
 from kflats.io import saving
 from kflats.io.mapped import copied_if_written, mapped_tensors
 from kflats.io.saving import load_model
-from kflats.io.sources import trusting_remote_code
 from kflats.model.weights import find_weights
 
 FIELDS = frozenset({"row_fisher", "column_fisher", "input_gram", "input_mean", "output_gram", "fisher_gram", "counts"})
@@ -193,24 +192,6 @@ def test_counters_may_be_absent_and_statistics_may_not(tmp_path: Path) -> None:
     without(tmp_path, lambda name: name.endswith("running_mean"))
     with pytest.raises(KflatsError, match="running_mean"):
         load_model(tmp_path)
-
-
-def test_code_of_a_model_that_loads_in_its_own_way_is_left_alone(tmp_path: Path) -> None:
-    """It may know nothing of a report of absent tensors."""
-    (tmp_path / "own.py").write_text(
-        "from transformers import BertConfig, BertModel\n"
-        "class OwnConfig(BertConfig):\n    model_type = 'own-bert'\n"
-        "class OwnModel(BertModel):\n    config_class = OwnConfig\n"
-        "    @classmethod\n    def from_pretrained(cls, *a, **k):\n"
-        "        model = super().from_pretrained(*a, **k)\n        model.note = 'ready'\n        return model\n"
-    )
-    transformers.BertModel(transformers.BertConfig(vocab_size=40, **SIZES)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    named = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    config |= {"auto_map": named, "model_type": "own-bert", "architectures": ["OwnModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with trusting_remote_code():
-        assert load_model(tmp_path).note == "ready"
 
 
 def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
