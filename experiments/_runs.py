@@ -260,11 +260,13 @@ def asked_for(
     seeds: str = "0,1,2",
     argv: list[str] | None = None,
     quick: Mapping[str, Any] | None = None,
+    parts: tuple[str, ...] = (),
 ) -> Asked:
     """Parse the options that every experiment has, and its ``own``: names with their defaults.
 
     Args:
         tasks, seeds: the defaults. quick: what ``--quick`` changes of all defaults, by name.
+        parts: own options that say which part is run, and nothing of the page.
         argv: the command line; None: that of the process.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,7 +301,7 @@ def asked_for(
     asked_tasks = tuple(sorted(asked_tasks)) if others else asked_tasks  # as the page of their own is called
     common["tasks"] = ",".join(asked_tasks) if others else common["tasks"]
     shown = usual_tasks if whole else asked_tasks, usual_seeds if {*asked_seeds} <= {*usual_seeds} else asked_seeds
-    hidden = ["results", "models", "resume", "tables", "no_pages", "task_data"]
+    hidden = ["results", "models", "resume", "tables", "no_pages", "task_data", *parts]
     hidden += ["tasks"] * (shown[0] == usual_tasks) + ["seeds"] * (shown[1] == usual_seeds)
     told = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

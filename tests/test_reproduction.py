@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -40,6 +42,36 @@ def test_the_page_is_what_the_logs_say(repository: Path) -> None:
 def test_commands_are_lines_of_a_shell() -> None:
     commands = [claim.command for _, claims, _ in reproduction.PAPERS for claim in claims]
     subprocess.run(["bash", "-n", "-c", "\n".join(commands)], check=True)
+
+
+COMMANDS = sorted(
+    {
+        part.partition("#")[0].strip()
+        for _, claims, _ in reproduction.PAPERS
+        for claim in claims
+        for part in claim.command.split(";")
+        if part.partition("#")[0].strip().endswith("--resume")
+    }
+)
+"""Those whose runs are logged."""
+ELSEWHERE = ("FOLDER", "-uncased", "roberta")
+"""In commands that write elsewhere, or want models of the hub."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in COMMANDS if not any(word in one for word in ELSEWHERE)])
+def test_commands_of_claims_make_the_committed_pages(
+    command: str, repository: Path, tmp_path: Path, minilm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or pages of their own; none would replace the page of another."""
+    script = shlex.split(command)[1]
+    results = shutil.copytree(repository / "experiments" / "results", tmp_path / "results")
+    before = {path.name: path.read_text(encoding="utf-8") for path in results.glob("*.md")}
+    monkeypatch.setattr("sys.argv", [script])
+    folders = ["--tables", "--results", str(results), "--models", str(tmp_path / "models")]
+    importlib.import_module(Path(script).stem).main([*shlex.split(command)[2:], *folders])
+    after = {path.name: path.read_text(encoding="utf-8") for path in results.glob("*.md")}
+    assert {name: after[name] for name in before} == before
 
 
 def test_without_logs_nothing_is_claimed_of_runs(tmp_path: Path) -> None:
