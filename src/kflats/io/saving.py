@@ -571,7 +571,7 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
 
     Raises:
         KflatsError: transformers is missing, the folder holds no model, or an adapter, or a model that another library
-            quantized, or one that needs its own code.
+            quantized, or one that needs its own code; its files lack tensors, or hold them in other shapes.
     """
     where = weights_folder(folder, pickled=pickled)
     if static_folder(folder) is not None:
