@@ -253,6 +253,12 @@ def test_files_without_rows_are_left_out(form: str, tmp_path: Path) -> None:
     assert (rows.shape, rows.place(4)) == ((5, 6), f"row 1 of {last}")
 
 
+def test_a_file_that_is_named_twice_is_read_twice(tmp_path: Path) -> None:
+    first, second = as_npy(drawn(3, 6), tmp_path / "a"), as_npy(drawn(2, 6, 1), tmp_path / "b")
+    rows = open_rows([first, second, first])
+    assert torch.equal(all_rows(rows), torch.cat([drawn(3, 6), drawn(2, 6, 1), drawn(3, 6)]).double())
+
+
 def empty_parts(folder: Path, suffix: str) -> None:
     """Parts whose emptiness has hidden what they would hold."""
     if suffix == ".npy":

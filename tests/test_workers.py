@@ -536,14 +536,7 @@ def test_a_run_in_the_background_of_a_script_is_ended_with_its_workers(
 ) -> None:
     """Such processes ignore what a terminal sends (SIGINT), and so do those that they start."""
     whole, out = undisturbed("model"), tmp_path / "small"
-    process = subprocess.Popen(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command(whole.source, out), "--workers", "2"],
-        env=SURROUNDINGS,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    BEGUN.append(process)
+    process = begin(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command(whole.source, out), "--workers", "2"])
     begun(process)
     assert came(process, beside(out, "new").exists)
     process.terminate()

@@ -68,17 +68,19 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     if not name and kinds == {".safetensors"}:
         _check_names(paths)
     opened: dict[str, Callable[[Path, str], Rows | None]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
-    parts: dict[Path, Rows] = {}
+    parts: list[Rows] = []
+    names: list[str] = []
     for path in paths:
         try:
             part = opened.get(path.suffix, _of_arrow)(path, name)
         except KflatsError as error:
             raise (error if str(path) in error.symptom else error.about(str(path))) from error
         if part is not None:
-            parts[path] = part
+            parts.append(part)
+            names.append(str(path))
     if not parts:
         raise KflatsError(f"{_called(paths)} no rows", hint="a table of one row at least")
-    return JoinedRows(list(parts.values()), [str(path) for path in parts])
+    return JoinedRows(parts, names)
 
 
 def _called(paths: Sequence[Path]) -> str:
