@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ from kflats.io import load_model
 from kflats.matrices import running
 from kflats.matrices.integer_kernels import IntegerKernel
 from kflats.matrices.layers import FactoredLinear
-from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix
+from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix, steps_to
 
 _OF = IntegerProduct.of
 
@@ -108,7 +109,7 @@ def up_to(most: int) -> Iterator[None]:
 
 
 def weights_only(weight: Tensor, scales: Tensor) -> DenseProduct:
-    made = RoundedMatrix.of(weight, scales, 127)
+    made = RoundedMatrix.of(weight, scales, partial(steps_to, 127))
     return DenseProduct(((made.numbers * made.steps).T * scales,))
 
 

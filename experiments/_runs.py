@@ -334,7 +334,7 @@ def _whole(word: str) -> int:
     return int(word)
 
 
-_WHOLE = ("--ks", "--tuned", "--counts")
+_WHOLE = ("--ks", "--tuned", "--counts", "--epochs")
 """Options that hold numbers of flats."""
 _SHARES = ("--rates", "--saved")
 """Options that hold what is saved, in %."""

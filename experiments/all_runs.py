@@ -34,6 +34,7 @@ COMMANDS = (
     ("fwsvd_groups.py", "--tasks", "stsb,cola,mrpc", *BFLOAT16),
     ("messi_same_size.py", "--tasks", "cola,mrpc", *BFLOAT16),
     ("messi_search.py", "--tasks", "cola,mrpc", *BFLOAT16),
+    ("messi_epochs.py", "--tasks", "mrpc,rte", *BFLOAT16),
     ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb", *BFLOAT16),
     ("fwsvd_groups.py", "--source", "shared", "--tasks", "stsb,cola"),
     ("fwsvd_tasks.py", "--tasks", "conll2003,sst2", *BFLOAT16),

@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 import all_runs
 import fwsvd_groups
 import fwsvd_tasks
+import messi_epochs
 import messi_lenet
 import messi_same_size
 import messi_search
@@ -31,6 +32,8 @@ import messi_vgg
 import robust_scores
 import train_small
 from _small_networks import Images, ResNet20, accuracy, train_
+
+from kflats.common.errors import KflatsError
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,22 @@ def test_messi_variants(places: Path) -> None:
     assert "not run" not in page
     assert "MESSI, k = 3 better than k-means, k = 3" in page
     assert "MESSI l1, k = 3 better than MESSI, k = 3" in page
+
+
+@pytest.mark.slow
+def test_messi_epochs(places: Path) -> None:
+    page, runs = quick(messi_epochs.main, places, "messi_epochs")
+    at = {(run["method"], run["epochs"], run["seed"]): run for run in runs}
+    assert set(at) == {(way, epochs, seed) for way in ("SVD", "MESSI, k = 3") for epochs in (1, 2) for seed in (0, 1)}
+    for seed in (0, 1):
+        one, two = (at["MESSI, k = 3", epochs, seed] for epochs in (1, 2))
+        assert one["compressed"] == two["compressed"], "the same table"
+        assert one["error"] < at["SVD", 1, seed]["error"], "its rows lie near three flats"
+        assert min(one["tuned"], two["tuned"]) > 0.5
+    assert "not run" not in page
+    assert "MESSI, k = 3, 1 epoch better than SVD, 2 epochs" in page
+    with pytest.raises(KflatsError, match="--epochs 2 compares nothing"):
+        messi_epochs.main(["--quick", "--epochs", "2"])
 
 
 @pytest.mark.slow

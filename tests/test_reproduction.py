@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 import _hidden_layers
 import fwsvd_groups
 import fwsvd_tasks
+import messi_epochs
 import messi_same_size
 import messi_search
 import messi_tasks
@@ -142,6 +143,9 @@ def test_committed_runs_come_from_commits_and_can_be_read(log: Path) -> None:
 RECIPES: dict[str, Callable[[], dict[str, Any]]] = {
     "fwsvd_groups": lambda: fwsvd_groups.Groups(asked_for(None, "", fwsvd_groups.OWN, argv=[])).recipes,
     "fwsvd_tasks": lambda: fwsvd_tasks.Factorized(asked_for(None, "", fwsvd_tasks.OWN, argv=[])).recipes,
+    "messi_epochs": lambda: {
+        by.name: by.decides for by in messi_epochs.Epochs(asked_for(None, "mrpc", messi_epochs.OWN, argv=[])).ways
+    },
     "messi_lenet": lambda: {name: of for name, (_, of, _) in _hidden_layers.methods([2, 3, 4, 5], 10).items()},
     "messi_same_size": lambda: dict.fromkeys(
         ("MESSI, k = 7, j = 125", messi_same_size.NOISE),

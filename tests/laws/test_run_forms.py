@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,7 +22,7 @@ from kflats.matrices import integer_kernels, layers, running
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.integer_kernels import IntegerKernel, integer_kernel, integer_limit
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix
+from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix, steps_to
 from kflats.model import description
 from kflats.model.run_as import running_as
 
@@ -224,7 +225,7 @@ def test_inputs_of_unlike_size_are_evened_out_by_the_steps_of_feedback() -> None
 def test_every_number_is_rounded_to_the_nearest_step() -> None:
     gen = torch.Generator().manual_seed(0)  # more numbers than are rounded at a time
     weight, scales = torch.randn(700, 300, generator=gen), 0.5 + torch.rand(300, generator=gen)
-    rounded = RoundedMatrix.of(weight, scales, 90)
+    rounded = RoundedMatrix.of(weight, scales, partial(steps_to, 90))
     steps, numbers = rounded.steps.unsqueeze(1), rounded.numbers.T.to(torch.float32)
     assert bool(((numbers * steps - weight / scales).abs() <= 0.50001 * steps).all())
     assert numbers.abs().amax(1).unique().tolist() == [90]
@@ -346,7 +347,7 @@ def test_parts_of_a_batch_are_multiplied_as_the_whole(
 ) -> None:
     """Also where the last part is one row of a transposed batch, which torch multiplies wrongly as it is."""
     weight, scales = torch.randn(24, 64), torch.rand(64) + 0.5
-    rounded = RoundedMatrix.of(weight, scales, kernel.most)
+    rounded = RoundedMatrix.of(weight, scales, partial(steps_to, kernel.most))
     product = IntegerProduct(kernel.packed(rounded.numbers.clone()), rounded.steps, scales, kernel)
     for x in (torch.randn(rows, 64), torch.randn(64, rows).T, torch.randn(1, 64, rows).transpose(1, 2)):
         whole = product(x.contiguous().clone())

@@ -2,15 +2,16 @@
 
 For each token x, with integers K, steps b and scales s as in the run-time form int8 (``kflats.matrices.running``):
 
-    a = max |x s|,      y = a (b / 127 (round(127 x s / a) K)),      |K| <= 63
+    a = max |x s|,    y = a (b / 127 (round(127 x s / a) K)),    |K_2i| + |K_2i+1| <= 128 where their signs are equal
 
 s is the .7th power of the steps of a code with error feedback, where the run-time form takes their square root.
 
 onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(127 x s / a) + 128,
 with 128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add
-pairs of such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its
-relatives). The largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With integers up to 127 it could
-be 64770.
+the products of inputs 2i and 2i + 1 in 16 bits, and limit the sum in silence (``pmaddubsw``: they read four inputs from
+a multiple of four on, see MLAS' QgemmU8S8KernelAvx2, QgemvU8S8KernelAvx2 and qgemm_kernel_sse41). Products of two signs
+make no large sum. So K may end at 127, and only two neighbours of one sign are limited, to a sum of 128: 255 * 128 =
+32640 lies below the limit, 32767.
 
 On CPUs with AMX onnxruntime 1.21 to 1.24 computes wrong sums of matrices whose number of outputs is no multiple of 16
 (github.com/microsoft/onnxruntime/issues/26324 shows it for a convolution), unless there are at most 16. Such matrices
@@ -30,19 +31,19 @@ from kflats.common.release import needed
 from kflats.matrices.base import Matrix
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredConv2d, FactoredHead, FactoredLinear
-from kflats.matrices.running import RoundedMatrix
+from kflats.matrices.running import LEAST, RoundedMatrix, steps_to
 from kflats.model.swap import Swaps
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights, is_parameter
 
-WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
+LIMIT, SAFE = 127, 63
+"""The largest integer of inputs and of K; sums of two neighbours may exceed it by 1, by rounding. Integers up to the
+second need no look at their neighbours."""
 SCALE_POWER = 0.7
 """Of the steps of columns, as scales of inputs: ``benchmarks/integer_scales.py``, on sentences of CoLA (dev) and
-paragraphs of WikiText-2 (valid). Inputs have twice as many integers here as the matrix has, so columns are made more
-even than by the square root."""
+paragraphs of WikiText-2 (valid). From .5 to 1 it matters little."""
 _MIDDLE = 128
-_STEP = 1.0 / INPUT_LIMIT
+_STEP = 1.0 / LIMIT
 _OUTPUTS = 16
-_LEAST = 1e-30
 _SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
 _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 
@@ -50,7 +51,7 @@ _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 @torch.library.custom_op("kflats::rounded", mutates_args=())
 def rounded(rows: Tensor) -> Tensor:
     """uint8, 127 times ``rows`` up to 1, rounded, and 128 more. In a file: QuantizeLinear."""
-    return ((rows.nan_to_num() / _STEP).round().clamp(-_MIDDLE, INPUT_LIMIT) + _MIDDLE).to(torch.uint8)
+    return ((rows.nan_to_num() / _STEP).round().clamp(-_MIDDLE, LIMIT) + _MIDDLE).to(torch.uint8)
 
 
 @rounded.register_fake
@@ -67,6 +68,21 @@ def integer_matmul(whole: Tensor, numbers: Tensor) -> Tensor:
 @integer_matmul.register_fake
 def _as_outputs(whole: Tensor, numbers: Tensor) -> Tensor:
     return whole.new_empty(*whole.shape[:-1], numbers.shape[1], dtype=torch.float32)
+
+
+def paired_steps(rows: Tensor) -> Tensor:
+    """(m, in) -> (m,), a step of each row by which inputs 2i and 2i + 1 of one sign sum to 128 at most: that of the
+    largest such sum, or, where this loses less, that of ``SAFE`` for the largest number. A row of equal numbers is
+    exact by the second.
+
+    >>> paired_steps(torch.tensor([[3.0, -3.1, 2.1], [2.0, 2.0, 2.0]])).mul(126).round().tolist()
+    [3.0, 4.0]
+    """
+    pairs = torch.nn.functional.pad(rows, (0, rows.shape[1] % 2)).unflatten(1, (-1, 2))
+    sums = torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
+    finer, safe = sums.clamp_min(LEAST) / LIMIT, steps_to(SAFE, rows)
+    lost = [(rows - (rows / of.unsqueeze(1)).round() * of.unsqueeze(1)).square().sum(1) for of in (finer, safe)]
+    return torch.where(lost[0] <= lost[1], finer, safe)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
@@ -161,10 +177,10 @@ class Integers(nn.Module):
 def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
     """Let the linear layers and tied heads of ``model`` multiply integers, in place; not to be saved afterwards.
 
-    Layers of codes give integers as the run-time form int8 does, with 63 as the largest and other scales. Dense linear
-    layers and large dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a step for
-    each output or row. Parameters that no layer of their own multiplies by stay as they are. Layers that read one
-    tensor share their scales, the geometric mean, so that it is rounded once.
+    Layers of codes give integers as the run-time form int8 does, with other scales, and with limited pairs. Dense
+    linear layers and large dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a
+    step for each output or row. Parameters that no layer of their own multiplies by stay as they are. Layers that
+    read one tensor share their scales, the geometric mean, so that it is rounded once.
 
     Args:
         model: in float32 on the CPU.
@@ -176,7 +192,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
     Raises:
         KflatsError: a weight with NaN or infinity.
     """
-    rounded = list[Matrix]()
+    rounded = list[tuple[Matrix, Tensor]]()
     weights = find_weights(model)
     with Swaps(model, just_found=True) as swaps:
         for weight in weights:
@@ -185,12 +201,13 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
             if not dense and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
                 rounded.append(_round_(swaps, weight))
     layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
-    parts = {
-        name: layer.matrix.scaled(transposed=layer.transposed, power=SCALE_POWER) for name, layer in layers.items()
-    }
+    parts = dict[str, tuple[Tensor, Tensor] | None]()
     for name, layer in layers.items():
-        if (part := parts[name]) is not None and any(layer.matrix is matrix for matrix in rounded):
-            parts[name] = part[0], torch.ones_like(part[1])  # other scales would round it a second time
+        dense_rows = [rows for matrix, rows in rounded if layer.matrix is matrix]
+        if dense_rows:
+            parts[name] = dense_rows[0], torch.ones(dense_rows[0].shape[1])
+        else:
+            parts[name] = layer.matrix.scaled(transposed=layer.transposed, power=SCALE_POWER)
     floats = [name for name, part in parts.items() if part is None]
     inputs: dict[str, Tensor] = {}
     hooks = [layer.register_forward_pre_hook(_keeper(inputs, name)) for name, layer in layers.items()]
@@ -207,7 +224,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         found = {name: part for name in names if (part := parts[name]) is not None}
         scales = torch.stack([own.log() for _, own in found.values()]).mean(0).exp()
         shared = None if bool((scales == 1).all()) else scales
-        joint = Joint([RoundedMatrix.of(matrix, scales, WEIGHT_LIMIT) for matrix, _ in found.values()], shared)
+        joint = Joint([RoundedMatrix.of(rows, scales, paired_steps) for rows, _ in found.values()], shared)
         for index, name in enumerate(found):
             layers[name].register_module("recorded", Integers(joint, index))
     others = nn.Linear | nn.Conv2d | FactoredConv2d
@@ -221,8 +238,8 @@ def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[
     return keep
 
 
-def _round_(swaps: Swaps, weight: Weight) -> Matrix:
-    """Integers with a step for each row of a table, or each output of a layer."""
+def _round_(swaps: Swaps, weight: Weight) -> tuple[Matrix, Tensor]:
+    """Integers with a step for each row of a table, or each output of a layer; and the rows or outputs before."""
     table = weight.places[0].role == "embedding"
     rows = dense_weight(swaps.model, weight).float()
     rows = rows if table else rows.T
@@ -231,8 +248,8 @@ def _round_(swaps: Swaps, weight: Weight) -> Matrix:
             f"{weight.name!r} holds NaN or infinity, which no integers stand for",
             cause="a damaged file, or a training that diverged",
         )
-    steps = rows.abs().amax(1).clamp_min(_LEAST) / (INPUT_LIMIT if table else WEIGHT_LIMIT)
+    steps = steps_to(LIMIT, rows)
     integers = (rows / steps.unsqueeze(1)).round().to(torch.int64)
     matrix = from_integers([integers], None, steps, scales="row")
     swaps.swap_(weight, matrix, matrix_rows="in_features" if table else "out_features")
-    return matrix
+    return matrix, rows

@@ -21,7 +21,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -126,6 +126,11 @@ def evening_scales(weight: Tensor) -> Tensor:
     return torch.where(sizes > 0, sizes, torch.ones_like(sizes))
 
 
+def steps_to(most: int, rows: Tensor) -> Tensor:
+    """(m, in) -> (m,), the step of each row by which its largest integer is ``most``."""
+    return rows.abs().amax(1).clamp_min(LEAST) / most
+
+
 @dataclass(frozen=True)
 class RoundedMatrix:
     """``numbers`` (in, out) int8; ``steps`` (out,); ``scales`` (in,), by which inputs are multiplied first."""
@@ -135,8 +140,8 @@ class RoundedMatrix:
     scales: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: Tensor, most: int) -> RoundedMatrix:
-        """Of (out, in) float32, rounded to the nearest integers up to ``most``."""
+    def of(cls, weight: Tensor, scales: Tensor, steps_of: Callable[[Tensor], Tensor]) -> RoundedMatrix:
+        """Of (out, in) float32, rounded to the nearest integers; ``steps_of``: (m, in) -> (m,), a step for each."""
         at_once = max(1, _AT_ONCE // max(1, len(scales)))
         steps = weight.new_empty(len(weight))
         # A new tensor: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
@@ -144,7 +149,7 @@ class RoundedMatrix:
         for first in range(0, len(weight), at_once):
             rows = slice(first, first + at_once)
             scaled = weight[rows] / scales
-            steps[rows] = scaled.abs().amax(1).clamp_min(LEAST) / most
+            steps[rows] = steps_of(scaled)
             numbers[:, rows] = scaled.div_(steps[rows].unsqueeze(1)).round_().T
         return cls(numbers, steps, scales)
 
@@ -167,7 +172,7 @@ class IntegerProduct:
             KflatsError: as ``integer_kernel``.
         """
         kernel = integer_kernel(weight.device.type)
-        rounded = RoundedMatrix.of(weight, scales, kernel.most)
+        rounded = RoundedMatrix.of(weight, scales, partial(steps_to, kernel.most))
         return cls(kernel.packed(rounded.numbers), rounded.steps, scales, kernel)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
