@@ -28,6 +28,7 @@ from messi_tasks import kept
 
 from kflats import find_weights
 from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
 
 OURS = "ellipsoid 1"
 """What the paper calls RE-X: its algorithm 1 at p = 1, here through Lewis weights."""
@@ -35,6 +36,9 @@ METHODS = (
     *("SVD", OURS, "subspace 1", "l1-pca fixed point", "magnitude csr", "magnitude bitmap", "random csr"),
     *("synflow bitmap", "SVD + zipf", "SVD + counts", "flats + zipf"),
 )
+COUNTS = "+ counts"
+WIKITEXT_2 = "d1050cbe2e913b8c"
+"""The digest of the training part of WikiText-2, lines without spaces at their ends: texts of the runs in the log."""
 APART = "wnli"
 OWN: dict[str, Any] = {"rates": "41,28,15", "methods": ",".join(METHODS)}
 OWN |= TRAINING
@@ -62,11 +66,24 @@ class Robust(TaskExperiment):
         return Known(row_weights=self.row_weights if needed else {}, column_flow=flow)
 
     @cached_property
+    def texts(self) -> list[str] | None:
+        """Those that "+ counts" counts; None where it is not asked for."""
+        return sentences("wikitext2") if any(name.endswith(COUNTS) for name in self.methods) else None
+
+    @cached_property
     def row_weights(self) -> dict[str, Any]:
         """By name; all tasks have the tokenizer of the source."""
         tokenizer = self.model(self.asked.tasks[0], self.asked.seeds[0]).tokenizer
-        counted = any(name.endswith("+ counts") for name in self.methods)
-        return row_weights_of(tokenizer, len(tokenizer), sentences("wikitext2") if counted else None)
+        return row_weights_of(tokenizer, len(tokenizer), self.texts)
+
+    @cached_property
+    def recipes(self) -> dict[str, dict[str, str]]:
+        """Of each method, what decides its result; other texts than WikiText-2's training part are named."""
+        found = {name: {"method": name} for name in self.methods}
+        digest = "" if self.texts is None else sha256(["\n".join(text.strip() for text in self.texts)])[:16]
+        if digest not in ("", WIKITEXT_2):
+            found |= {name: {"method": name, "texts": digest} for name in self.methods if name.endswith(COUNTS)}
+        return found
 
     @staticmethod
     def compute(model: TaskModel, known: Callable[[], Known], method: str, rate: str) -> Scores:
@@ -90,7 +107,7 @@ class Robust(TaskExperiment):
             known = cache(partial(self.known, model))
             for rate in self.rates:
                 for method in self.methods:
-                    place = self.place(model, method, kept(rate), 0, {"method": method}, ("robust",))
+                    place = self.place(model, method, kept(rate), 0, self.recipes[method], ("robust",))
                     yield place, partial(self.compute, model, known, method, rate)
 
     def publish(self, log: Log) -> None:

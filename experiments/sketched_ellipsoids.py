@@ -7,6 +7,10 @@ are nearly as good as those of Lewis weights, in two fifths of the time.
 The theorems hold with some probability and up to an unknown scale. Here every ellipsoid gets a certificate computed on
 the whole matrix, so what is returned holds for every draw. ``robust_svd(a, rank, p, ellipsoid=Sketch())`` takes both.
 
+The second table shows how times grow with rows and columns of random matrices. "sketch" is what theorem 6 counts as
+n d log n: the sums of rows in Pi A, and its QR. Our ellipsoids of sketches take more, a Gram matrix at the beginning
+and a certificate at the end, n d^2 each. Times are medians of three.
+
     python experiments/sketched_ellipsoids.py        # on the embedding table of all-MiniLM-L6-v2
 """
 
@@ -14,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,8 +82,13 @@ class Sketch:
         raw = Ellipsoid(1 / inverse.flip(0), left.flip(1).T.contiguous(), float(p), math.inf, 1, True)
         return certified(rows, raw).lifted(lift)
 
-    def _sketch(self, rows: Rows, whitening: Tensor, p: float, alive: Tensor) -> Tensor:
-        n, r = rows.shape[0], whitening.shape[1]
+    def _sketch(self, rows: Rows, whitening: Tensor | None, p: float, alive: Tensor) -> Tensor:
+        """Pi A, or Pi A L: (rows_per_column r, r) float64.
+
+        Args:
+            whitening: L (d, r). alive: (n,) the rows that are not all zeros.
+        """
+        n, r = rows.shape[0], rows.shape[1] if whitening is None else whitening.shape[1]
         generator = torch.Generator().manual_seed(self.seed)
         count = self.rows_per_column * r
         # Few enough rows have one of the sketch's each: no two must meet. Rows of zeros may lie anywhere.
@@ -94,7 +105,9 @@ class Sketch:
         sketch = torch.zeros(count, r, dtype=torch.float64, device=rows.device)
         for start, block in rows.blocks(GRAM_BLOCK):
             part = slice(start, start + len(block))
-            sketch.index_add_(0, buckets[part], (block.to(torch.float64) @ whitening) * factors[part].unsqueeze(1))
+            wide = block.to(torch.float64)
+            wide = wide if whitening is None else wide @ whitening
+            sketch.index_add_(0, buckets[part], wide * factors[part].unsqueeze(1))
         return sketch
 
 
@@ -158,13 +171,39 @@ class LewisSample:
             raise too_different(lengths) from error  # by its number in the whole matrix
 
 
-QUICK = {"every": 20, "columns": 12}
+QUICK = {"every": 20, "columns": 12, "most": 4096}
+_TURNS = 3
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """The median of three calls, after one."""
+    call()
+    found = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def times(n: int, d: int) -> dict[str, Any]:
+    """Of a random matrix (n, d), in seconds."""
+    table = torch.randn(n, d, generator=torch.Generator().manual_seed(0))
+    rows, alive, sketch = checked_rows(table), torch.ones(n, dtype=torch.bool), Sketch("cauchy")
+    return {
+        "rows": n,
+        "columns": d,
+        "sketch": seconds_of(lambda: torch.linalg.qr(sketch._sketch(rows, None, 1.0, alive))),
+        "its ellipsoid, certified": seconds_of(lambda: sketch.fit(table, 1.0)),
+        "Lewis": seconds_of(lambda: Lewis().fit(table, 1.0)),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="of the table's rows, every such one")
     parser.add_argument("--columns", type=int, default=384, help="of the table")
+    parser.add_argument("--most", type=int, default=2**18, help="rows of the largest random matrix")
     asked = parsed(parser, argv, QUICK)
     table = embedding_table()[:: asked.every, : asked.columns].contiguous()
     ways = {
@@ -183,8 +222,20 @@ def main(argv: list[str] | None = None) -> None:
         rows.append({"way": name, "seconds": seconds, "bound": ellipsoid.bound, "distortion": ratio})
     lines = [[r["way"], f"{r['seconds']:.2f} s", f"{r['bound']:.4g}", f"{r['distortion']:.4g}"] for r in rows]
     body = markdown(["way, p = 1", "time", "proved constant", "largest distortion met"], lines)
-    body = f"The embedding table of all-MiniLM-L6-v2, {len(table):,} x {table.shape[1]}.\n\n{body}"
-    publish("sketched_ellipsoids", "Ellipsoids by sketches", body, {"rows": rows}, asked)
+    most = asked.most
+    shapes = [(most // 8, 64), (most // 4, 64), (most // 2, 64), (most, 64)]
+    shapes += [(most // 4, 32), (most // 4, 128), (most // 4, 256)]
+    grown = [times(n, d) for n, d in shapes]
+    ways_timed = [name for name in grown[0] if name not in ("rows", "columns")]
+    lines = [
+        [f"{of['rows']:,} x {of['columns']}", *(f"{of[name]:.4f} s" for name in ways_timed)]
+        for of in sorted(grown, key=lambda of: (of["columns"], of["rows"]))
+    ]
+    body = (
+        f"The embedding table of all-MiniLM-L6-v2, {len(table):,} x {table.shape[1]}.\n\n{body}\n\n"
+        f"Random matrices.\n\n{markdown(['shape', *ways_timed], lines)}"
+    )
+    publish("sketched_ellipsoids", "Ellipsoids by sketches", body, {"rows": rows, "times": grown}, asked)
 
 
 if __name__ == "__main__":

@@ -354,6 +354,19 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
             script.main([*folders, *words])
 
 
+def test_other_texts_are_counted_by_another_recipe(monkeypatch: pytest.MonkeyPatch, minilm: Path) -> None:
+    def recipes(texts: list[str]) -> dict[str, dict[str, str]]:
+        monkeypatch.setattr(robust_scores, "sentences", lambda name: texts)
+        return robust_scores.Robust(asked_for(None, "", robust_scores.OWN, argv=[])).recipes
+
+    one, other, spaced = recipes(["a text"]), recipes(["another"]), recipes([" a text \n"])
+    assert one == spaced
+    assert {name for name in one if one[name] != other[name]} == {"SVD + counts"}
+    digest = one["SVD + counts"]["texts"]
+    monkeypatch.setattr(robust_scores, "WIKITEXT_2", digest)
+    assert recipes(["a text"]) == {name: {"method": name} for name in robust_scores.METHODS}
+
+
 @pytest.mark.parametrize("words", [("--source", "shared"), ("--tasks", "cola"), ("--tasks", "mnist,cola")])
 @pytest.mark.parametrize("script", [messi_lenet, messi_vgg])
 def test_small_networks_have_one_model_and_one_task(script: Any, words: tuple[str, str], tmp_path: Path) -> None:
