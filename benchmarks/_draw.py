@@ -45,7 +45,7 @@ def main(tables: Path, picture: Path) -> None:
             points.append(point(name, row["file"], row["stsb"], "kflats"))
         elif row["what"].endswith("bits a number"):
             points.append(point(name.replace(" a number", " rounded"), row["file"], row["stsb"]))
-    for row in cells(tables / "latency_avx512.md"):
+    for row in cells(tables / "latency.md"):
         if (way := WAYS.get(row["shipped as"])) is not None:
             points.append(point(way, row["file"], row["sentences"]))
     for row in cells(tables / "gptq_entropy.md"):

@@ -14,7 +14,7 @@ output, without what is kept on the disk, and in turns that are not counted. Bel
 interval. Cosines to the original's vectors: mean and 5th percentile, of 800 sentences of STS-B (dev) and of 150
 paragraphs of WikiText-2 (test). A last line has those of the ONNX file of integers to the same folder in float.
 
-    python benchmarks/latency.py --write benchmarks/results/latency_avx512.md
+    python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
 
 ``--torchao 0`` leaves torchao out: on CPUs without VNNI units ``torch._int_mm``, by which it multiplies, takes 9 to 42

@@ -307,6 +307,26 @@ def gain_of_same_size(results: Path) -> str:
 # Tables of one run
 
 
+def original_scores(name: str, task: str) -> Said:
+    """The scores of a task's trained models, by seed."""
+
+    def ours(results: Path) -> str:
+        scores = {run.seed: 100 * run.original for run in runs_of(results, name) if run.task == task}
+        told = ", ".join(f"{score:.1f}" for _, score in sorted(scores.items()))
+        return f"{task}: the trained models score {told}" if told else NOT_RUN
+
+    return ours
+
+
+def together(*parts: Said) -> Said:
+    """One after the other; "not run" once where nothing of them has run."""
+
+    def ours(results: Path) -> str:
+        return "<br>".join(dict.fromkeys(part(results) for part in parts))
+
+    return ours
+
+
 def link(name: str) -> str:
     """To a table of results."""
     return f"([{name}.md](../experiments/results/{name}.md))"
