@@ -201,6 +201,19 @@ def test_a_folder_without_a_model_that_can_be_read(folder, spoil, message):
     assert not (folder.parent / "out").exists()
 
 
+def test_models_in_folders_of_a_folder_are_named(folder, tmp_path):
+    cache = tmp_path / "models--tiny"
+    shutil.move(folder, cache / "snapshots" / "0123")
+    inside = cache / "snapshots" / "0123"
+    error = refused("holds no model", cache)
+    assert error.hint == f"{inside}, which holds a model"
+    shutil.copytree(inside, cache / "another")
+    assert refused("holds no model", cache).hint == f"{cache / 'another'}, one of 2 folders with a model"
+    for place in (inside, cache / "another"):
+        (place / "model.safetensors").unlink()
+    assert refused("holds no model", cache).hint == ""
+
+
 def test_a_table_that_is_compressed_already(folder):
     compress_folder(folder, folder.parent / "small", keep="50%", quiet=True)
     with pytest.raises(KflatsError, match="compressed already"):

@@ -30,6 +30,7 @@ STATIC_MODULE = "sentence_transformers.kflats.StaticEmbedding"
 """The class that loads a compressed static table, as ``modules.json`` names it. sentence-transformers imports classes
 of its own namespace only, so ``kflats.io.plugin`` offers it there; without kflats the first error names it."""
 _STATIC_MODULE = "sentence_transformers.models.StaticEmbedding"  # the name that all versions know
+_INSIDE = ("*/config.json", "snapshots/*/config.json")
 _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
 
 
@@ -165,7 +166,9 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
                     hint=f"a model folder; kflats inspect {root} shows the table",
                 )
             raise KflatsError(
-                f"{root} holds no model", cause="it has no config.json, nor a modules.json that names a folder with one"
+                f"{root} holds no model",
+                cause="it has no config.json, nor a modules.json that names a folder with one",
+                hint=_models_inside(root),
             )
     if not any(holder.glob("*.safetensors")):
         stored = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())
@@ -184,6 +187,15 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
             hint=f"kflats export {root} --dense --out DIR writes them as safetensors, or {other}" if stored else other,
         )
     return holder
+
+
+def _models_inside(root: Path) -> str:
+    """A hint at models in folders of ``root``, as the cache of the hub keeps them; "" where there are none."""
+    folders = sorted(path.parent for form in _INSIDE for path in root.glob(form))
+    found = [folder for folder in folders if any(folder.glob("*.safetensors"))]
+    if not found:
+        return ""
+    return f"{found[0]}, " + ("which holds a model" if len(found) == 1 else f"one of {len(found)} folders with a model")
 
 
 def is_coded_table(folder: str | os.PathLike[str]) -> bool:
