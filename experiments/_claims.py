@@ -19,6 +19,7 @@ from typing import Any
 
 from _runs import Log, Run
 from _tables import NOT_RUN, Paired, Results, Value, best_of, drop, paired, tuned_drop
+from messi_epochs import after, by_epochs
 from messi_tasks import CHOSEN, best_k, by_trained_model, method_name, with_chosen
 
 KS = [1, 2, 3, 5, 10]
@@ -37,7 +38,8 @@ def runs_of(results: Path, name: str, models: Sequence[str] = USUAL) -> list[Run
     def shown(run: Run) -> bool:
         page = name if run.model in USUAL else f"{name}_{run.model}"
         precision = "float32" if page in IN_FLOAT32 else "bfloat16"
-        return run.model in models and run.training.get("precision", precision) == precision
+        usual = run.training.get("precision", precision) == precision and "texts" not in run.recipe
+        return run.model in models and usual
 
     return _log(path, path.stat().st_mtime_ns if path.is_file() else 0).newest(shown)
 
@@ -307,6 +309,29 @@ def gain_of_same_size(results: Path) -> str:
 # Tables of one run
 
 
+def fewer_epochs(name: str, flats: str, svd: str, size: str, tasks: Sequence[str]) -> Said:
+    """Whether ``flats`` after one epoch lose less than ``svd`` after two, where that needs its second one."""
+
+    def ours(results: Path) -> str:
+        found = Results([by_epochs(run) for run in runs_of(results, name)], tuned_drop)
+        names = after(flats, 1), after(svd, 1), after(svd, 2)
+        told = []
+        for task in tasks:
+            first, one, two = found.by_seed(names, size, [task])
+            needed, ahead = paired(one, two), paired(two, first)
+            if needed is None or ahead is None:
+                told.append(f"{task}: {NOT_RUN}")
+                continue
+            verdict = verdict_of(ahead) if needed.decides and needed.mean > 0 else "SVD needs no second epoch"
+            told.append(
+                f"{task}, {size}: the second epoch takes {needed} off SVD's drop; flats after one epoch are ahead of "
+                f"SVD after two by {ahead}: {verdict}"
+            )
+        return "<br>".join(told) if any(NOT_RUN not in line for line in told) else NOT_RUN
+
+    return ours
+
+
 def original_scores(name: str, task: str) -> Said:
     """The scores of a task's trained models, by seed."""
 
@@ -457,7 +482,7 @@ def sketches(results: Path) -> str:
     """The distortions that a search meets in ellipsoids of sketches, what theorem 6 allows, and that of A'A."""
     found, page = numbers_of(results, "sketched_ellipsoids"), results / "sketched_ellipsoids.md"
     shape = re.search(r"([\d,]+) x ([\d,]+)\.", page.read_text(encoding="utf-8")) if page.is_file() else None
-    if found is None or shape is None:
+    if found is None or shape is None or "times" not in found:
         return NOT_RUN
     n, d = (int(size.replace(",", "")) for size in shape.groups())
     allowed = d * (d**3 + d**2 * log(n)) ** 0.5  # d (d^3 + d^2 log n)^|1/p - 1/2| at p = 1
@@ -468,13 +493,17 @@ def sketches(results: Path) -> str:
     told = " and ".join(f"{one:.0f}" for one in far)
     seconds = {row["way"]: f"{row['seconds']:.1f}" for row in found["rows"]}
     taken = {(of["rows"], of["columns"]): of["sketch"] for of in found["times"]}
-    (fewest, columns), (most, _) = min(taken, key=lambda of: (of[1] != 64, of)), max(taken)
-    grown = taken[most, columns] / taken[fewest, columns]
-    wanted = most * log(most) / (fewest * log(fewest))
+    n, d = (Counter(sizes).most_common(1)[0][0] for sizes in zip(*taken, strict=True))
+    by_rows, by_columns = (sorted(of for of in taken if of[place] == usual) for place, usual in ((1, d), (0, n)))
+    grown = [taken[of[-1]] / taken[of[0]] for of in (by_rows, by_columns)]
+    (few, _), (many, _) = by_rows[0], by_rows[-1]
+    wanted = many * log(many) / (few * log(few))
+    wider = by_columns[-1][1] // by_columns[0][1]
     return (
         f"{verdict} for the distortion, of one table and one draw: {told} were met, {allowed:.1e} are allowed; they "
-        f"end {further}, {near:.1f}. The time of a sketch and its QR grows {grown:.1f} times with {most // fewest} "
-        f"times the rows, n log n {wanted:.1f} times; with a certificate they take {seconds['Sketch, Cauchy']} and "
+        f"end {further}, {near:.1f}. A sketch and its QR take {grown[0]:.1f} times as long for {many // few} times the "
+        f"rows (n log n: {wanted:.1f}), and {grown[1]:.0f} times as long for {wider} times the columns (n d log n: "
+        f"{wider}), because the QR takes d^3. With a certificate they take {seconds['Sketch, Cauchy']} and "
         f"{seconds['Sketch, exponential']} s, Lewis weights {seconds['Lewis']} s {link('sketched_ellipsoids')}"
     )
 

@@ -335,7 +335,7 @@ def _whole(word: str) -> int:
 
 
 _WHOLE = ("--ks", "--tuned", "--counts", "--epochs")
-"""Options that hold numbers of flats."""
+"""Options that hold whole numbers."""
 _SHARES = ("--rates", "--saved")
 """Options that hold what is saved, in %."""
 _MAY_BE_EMPTY = ("--ratios", "--before")

@@ -49,6 +49,8 @@ class Epochs(TaskExperiment):
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self.rates = self.own.rates.split(",")
+        if self.own.k < 2:
+            raise KflatsError(f"--k {self.own.k} is not supported: one flat is the SVD", hint="2 or more")
         self.ways: tuple[Way, Way] = way(self.own.k, self.own.restarts), way(1, 1)
         self.epochs = sorted({int(word) for word in self.own.epochs.split(",")})
         if len(self.epochs) < 2:

@@ -68,7 +68,9 @@ class Robust(TaskExperiment):
     @cached_property
     def texts(self) -> list[str] | None:
         """Those that "+ counts" counts; None where it is not asked for."""
-        return sentences("wikitext2") if any(name.endswith(COUNTS) for name in self.methods) else None
+        if not any(name.endswith(COUNTS) for name in self.methods):
+            return None
+        return [text.strip() for text in sentences("wikitext2")]
 
     @cached_property
     def row_weights(self) -> dict[str, Any]:
@@ -76,14 +78,17 @@ class Robust(TaskExperiment):
         tokenizer = self.model(self.asked.tasks[0], self.asked.seeds[0]).tokenizer
         return row_weights_of(tokenizer, len(tokenizer), self.texts)
 
-    @cached_property
-    def recipes(self) -> dict[str, dict[str, str]]:
-        """Of each method, what decides its result; other texts than WikiText-2's training part are named."""
-        found = {name: {"method": name} for name in self.methods}
-        digest = "" if self.texts is None else sha256(["\n".join(text.strip() for text in self.texts)])[:16]
-        if digest not in ("", WIKITEXT_2):
-            found |= {name: {"method": name, "texts": digest} for name in self.methods if name.endswith(COUNTS)}
+    def recipe(self, method: str) -> dict[str, str]:
+        """What decides the result; other texts than WikiText-2's training part are named, and their runs on no page."""
+        found = {"method": method}
+        if method.endswith(COUNTS) and self.texts is not None and self.digest != WIKITEXT_2:
+            found["texts"] = self.digest
         return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the texts."""
+        return sha256(["\n".join(self.texts or ())])[:16]
 
     @staticmethod
     def compute(model: TaskModel, known: Callable[[], Known], method: str, rate: str) -> Scores:
@@ -107,13 +112,13 @@ class Robust(TaskExperiment):
             known = cache(partial(self.known, model))
             for rate in self.rates:
                 for method in self.methods:
-                    place = self.place(model, method, kept(rate), 0, self.recipes[method], ("robust",))
+                    place = self.place(model, method, kept(rate), 0, self.recipe(method), ("robust",))
                     yield place, partial(self.compute, model, known, method, rate)
 
     def publish(self, log: Log) -> None:
         """The page and the figure of what has run."""
         asked, methods, seeds = self.asked, self.methods, len(self.asked.seeds)
-        runs = self.runs_of(log, lambda run: run.method in methods)
+        runs = self.runs_of(log, lambda run: run.method in methods and "texts" not in run.recipe)
         results = Results(runs, drop)
         rates = sorted(self.rates, key=float)
         sizes, places = [(kept(r), f"{r} % saved") for r in rates], [(kept(r), float(r)) for r in rates]

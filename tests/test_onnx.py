@@ -33,7 +33,7 @@ from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import encode
-from kflats.export.integers import LIMIT, SAFE, SCALE_POWER, paired_steps
+from kflats.export.integers import LIMIT, SAFE, SCALE_POWER, in_integers_, paired_steps
 from kflats.export.onnx import FILE, INTEGER_FILE, OnnxExport, _attention_by_products, export_onnx
 from kflats.io import load_model
 from kflats.io.atomic import differences
@@ -457,7 +457,7 @@ def test_neighbours_of_one_sign_sum_to_128_and_lose_no_more_than_smaller_integer
     inputs = 7 + seed
     rows = torch.randn(40, inputs, generator=gen).abs().pow(3) * torch.randn(40, 1, generator=gen).exp()
     rows = torch.where(torch.rand(rows.shape, generator=gen) < 0.5 + 0.05 * seed, rows, -rows)
-    rows[0], rows[1] = 0.7, 0.0
+    rows[0], rows[1], rows[2] = 0.7, 0.0, 1e-22
     paired = RoundedMatrix.of(rows, torch.ones(inputs), paired_steps)
     numbers = paired.numbers.to(torch.int64)
     left = numbers[: inputs // 2 * 2].view(-1, 2, 40)
@@ -469,6 +469,7 @@ def test_neighbours_of_one_sign_sum_to_128_and_lose_no_more_than_smaller_integer
     assert bool((lost <= before * (1 + 1e-5) + 1e-12).all())
     assert float(lost.sum()) < 0.8 * float(before.sum())
     assert float(lost[:2].sum()) < 1e-12
+    assert torch.equal(paired.numbers[:, 2], torch.full((inputs,), SAFE, dtype=torch.int8))
 
 
 @pytest.mark.slow
@@ -653,6 +654,19 @@ def test_graphs_of_codes_do_not_grow_with_their_classes(tmp_path: Path) -> None:
         with torch.no_grad():
             torch.testing.assert_close(run(made.path, x), model(x), rtol=1e-4, atol=1e-4)
     assert sizes[1] <= sizes[0] + 3
+
+
+def test_tied_heads_are_rounded_once_and_lookups_to_127(tiny_model: Callable[[str], Any]) -> None:
+    model = tiny_model("gpt2")
+    rows = model.transformer.wte.weight.detach().clone()
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        in_integers_(model, lambda: model(ids))
+    head = model.lm_head.recorded
+    product = RoundedMatrix.of(rows, torch.ones(rows.shape[1]), paired_steps)
+    assert torch.equal(head.joint.products[head.index].numbers, product.numbers)
+    steps = steps_to(LIMIT, rows).unsqueeze(1)
+    torch.testing.assert_close(model.transformer.wte.matrix.dense(), (rows / steps).round() * steps)
 
 
 @pytest.mark.slow  # recording a decoder's masks

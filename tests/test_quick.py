@@ -106,6 +106,8 @@ def test_messi_epochs(places: Path) -> None:
     assert "MESSI, k = 3, 1 epoch better than SVD, 2 epochs" in page
     with pytest.raises(KflatsError, match="--epochs 2 compares nothing"):
         messi_epochs.main(["--quick", "--epochs", "2"])
+    with pytest.raises(KflatsError, match="--k 1 is not supported"):
+        messi_epochs.main(["--quick", "--k", "1"])
 
 
 @pytest.mark.slow

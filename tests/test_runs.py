@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("transformers")
 
 import _algorithms
+import _claims
 import _runs
 import fwsvd_tasks
 import messi_lenet
@@ -357,14 +359,52 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
 def test_other_texts_are_counted_by_another_recipe(monkeypatch: pytest.MonkeyPatch, minilm: Path) -> None:
     def recipes(texts: list[str]) -> dict[str, dict[str, str]]:
         monkeypatch.setattr(robust_scores, "sentences", lambda name: texts)
-        return robust_scores.Robust(asked_for(None, "", robust_scores.OWN, argv=[])).recipes
+        experiment = robust_scores.Robust(asked_for(None, "", robust_scores.OWN, argv=[]))
+        return {name: experiment.recipe(name) for name in robust_scores.METHODS}
 
     one, other, spaced = recipes(["a text"]), recipes(["another"]), recipes([" a text \n"])
-    assert one == spaced
+    assert one == spaced, "as they are counted"
     assert {name for name in one if one[name] != other[name]} == {"SVD + counts"}
     digest = one["SVD + counts"]["texts"]
     monkeypatch.setattr(robust_scores, "WIKITEXT_2", digest)
     assert recipes(["a text"]) == {name: {"method": name} for name in robust_scores.METHODS}
+    monkeypatch.setattr(robust_scores, "sentences", lambda name: pytest.fail("no method counts"))
+    assert robust_scores.Robust(asked_for(None, "", robust_scores.OWN, argv=[])).recipe("SVD") == {"method": "SVD"}
+
+
+def test_runs_of_other_texts_are_on_no_page(tmp_path: Path, minilm: Path) -> None:
+    name, words = "SVD + counts", ["--results", str(tmp_path), "--tables", "--precision", "bfloat16"]
+    asked = asked_for(None, "cola", robust_scores.OWN, argv=words)
+    training = dataclasses.asdict(robust_scores.Robust(asked).training["cola"])
+    cell = dataclasses.replace(CELL, model="MiniLM", method=name, size="59%", epochs=0, training=training)
+    for recipe, lost in (({"method": name}, 0.1), ({"method": name, "texts": "another"}, 0.2)):
+        scores = dataclasses.replace(SCORES, compressed=SCORES.original - lost, tuned=None)
+        log = Log(tmp_path / "robust_scores.jsonl")
+        carry_out([(dataclasses.replace(cell, recipe=recipe), lambda scores=scores: scores)], log, asked)
+    robust_scores.Robust(asked).publish(log)
+    page = (tmp_path / "robust_scores.md").read_text(encoding="utf-8")
+    assert "10.00" in page
+    assert "20.00" not in page
+    assert [run.recipe for run in _claims.runs_of(tmp_path, "robust_scores")] == [{"method": name}]
+
+
+@pytest.mark.parametrize(
+    ("second", "flats", "verdict"),
+    [(2.0, 1.0, "**holds**"), (2.0, 5.0, "**refuted**"), (3.0, 1.0, "SVD needs no second epoch")],
+)
+def test_fewer_epochs_suffice_only_where_more_are_needed(
+    second: float, flats: float, verdict: str, tmp_path: Path
+) -> None:
+    log = Log(tmp_path / "messi_epochs.jsonl")
+    lost = {("SVD", 1): 3.0, ("SVD", 2): second, ("MESSI, k = 5", 1): flats}
+    for ((method, epochs), points), seed in itertools.product(lost.items(), range(3)):
+        cell = dataclasses.replace(CELL, model="MiniLM", method=method, seed=seed, epochs=epochs, task="mrpc")
+        tuned = SCORES.original - (points + 0.01 * seed * epochs) / 100
+        carry_out([(cell, lambda tuned=tuned: dataclasses.replace(SCORES, tuned=tuned))], log, asked(tmp_path))
+    claim = _claims.fewer_epochs("messi_epochs", "MESSI, k = 5", "SVD", CELL.size, ("mrpc", "rte"))
+    told, missing = claim(tmp_path).split("<br>")
+    assert told.endswith(verdict)
+    assert missing == "rte: not run"
 
 
 @pytest.mark.parametrize("words", [("--source", "shared"), ("--tasks", "cola"), ("--tasks", "mnist,cola")])

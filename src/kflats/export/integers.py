@@ -8,10 +8,10 @@ s is the .7th power of the steps of a code with error feedback, where the run-ti
 
 onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(127 x s / a) + 128,
 with 128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add
-the products of inputs 2i and 2i + 1 in 16 bits, and limit the sum in silence (``pmaddubsw``: they read four inputs from
-a multiple of four on, see MLAS' QgemmU8S8KernelAvx2, QgemvU8S8KernelAvx2 and qgemm_kernel_sse41). Products of two signs
-make no large sum. So K may end at 127, and only two neighbours of one sign are limited, to a sum of 128: 255 * 128 =
-32640 lies below the limit, 32767.
+the products of inputs 2i and 2i + 1 in 16 bits, and limit the sum in silence (``pmaddubsw`` in QgemmU8X8KernelAvx2,
+QgemvU8S8KernelAvx2 and qgemm_kernel_sse41 of MLAS: they read four inputs from a multiple of four on). Products of two
+signs make no large sum. So K may end at 127, and only two neighbours of one sign are limited, to a sum of 128: 255 *
+128 = 32640 lies below the limit, 32767.
 
 On CPUs with AMX onnxruntime 1.21 to 1.24 computes wrong sums of matrices whose number of outputs is no multiple of 16
 (github.com/microsoft/onnxruntime/issues/26324 shows it for a convolution), unless there are at most 16. Such matrices
@@ -78,11 +78,13 @@ def paired_steps(rows: Tensor) -> Tensor:
     >>> paired_steps(torch.tensor([[3.0, -3.1, 2.1], [2.0, 2.0, 2.0]])).mul(126).round().tolist()
     [3.0, 4.0]
     """
-    pairs = torch.nn.functional.pad(rows, (0, rows.shape[1] % 2)).unflatten(1, (-1, 2))
+    sizes = rows.abs().amax(1).clamp_min(LEAST)
+    unit = rows / sizes.unsqueeze(1)  # squares of small numbers would be 0
+    pairs = torch.nn.functional.pad(unit, (0, rows.shape[1] % 2)).unflatten(1, (-1, 2))
     sums = torch.maximum(pairs.clamp_min(0).sum(2), pairs.clamp_max(0).sum(2).neg()).amax(1)
-    finer, safe = sums.clamp_min(LEAST) / LIMIT, steps_to(SAFE, rows)
-    lost = [(rows - (rows / of.unsqueeze(1)).round() * of.unsqueeze(1)).square().sum(1) for of in (finer, safe)]
-    return torch.where(lost[0] <= lost[1], finer, safe)
+    finer, safe = sums.clamp_min(LEAST) / LIMIT, steps_to(SAFE, unit)
+    lost = [(unit - (unit / of.unsqueeze(1)).round() * of.unsqueeze(1)).square().sum(1) for of in (finer, safe)]
+    return (torch.where(lost[0] <= lost[1], finer, safe) * sizes).clamp_min(LEAST / LIMIT)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
@@ -199,7 +201,9 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
             role, size = weight.places[0].role, weight.shape[0] * weight.shape[1]
             dense = role == "conv2d" or is_parameter(role)  # stay floats in the graph
             if not dense and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
-                rounded.append(_round_(swaps, weight))
+                matrix, rows = _round_(swaps, weight)
+                if role != "embedding" or len(weight.places) > 1:  # multiplied by
+                    rounded.append((matrix, rows))
     layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
     parts = dict[str, tuple[Tensor, Tensor] | None]()
     for name, layer in layers.items():
