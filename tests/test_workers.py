@@ -8,6 +8,7 @@ import random
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -698,10 +699,21 @@ def test_a_full_disk_ends_all_workers_and_with_room_the_same_command_resumes(
 
 
 def on_two_machines(source: Path, out: Path) -> list[subprocess.Popen[str]]:
-    """As on two machines, of which each has one worker, and which meet at a port of this one."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{launcher._free_port()}", "--rdzv-id", "a job"]
+    """As on two machines, of which each has one worker, and which meet at a port of the first. They are on this one,
+    where torchrun lets the process that comes first hold the port; the other one fails in words of its own when the
+    holder ends."""
+    port = launcher._free_port()
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job"]
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
-    return [begin([*TORCHRUN, *nodes, *meeting, *command(source, out)[1:]]) for _ in range(2)]
+    words = [*TORCHRUN, *nodes, *meeting, *command(source, out)[1:]]
+
+    def listens() -> bool:
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", port)) == 0
+
+    first = begin(words)
+    assert came(first, listens)
+    return [first, begin(words)]
 
 
 @pytest.mark.slow
