@@ -322,7 +322,7 @@ def fewer_epochs(name: str, flats: str, svd: str, size: str, tasks: Sequence[str
             if needed is None or ahead is None:
                 told.append(f"{task}: {NOT_RUN}")
                 continue
-            verdict = verdict_of(ahead) if needed.decides and needed.mean > 0 else "SVD needs no second epoch"
+            verdict = verdict_of(ahead) if needed.decides and needed.mean > 0 else "open: SVD is not shown to need it"
             told.append(
                 f"{task}, {size}: the second epoch takes {needed} off SVD's drop; flats after one epoch are ahead of "
                 f"SVD after two by {ahead}: {verdict}"
