@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kflats.codecs import streams
+from kflats.codecs.streamed import StreamedMatrix
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedGeometry, from_integers
 from kflats.matrices.registry import CodedMatrix
@@ -168,6 +169,23 @@ def test_a_stream_is_about_as_long_as_its_entropy():
         ideal -= float((counts * (counts / counts.sum()).log2()).sum()) / 8
     assert ideal <= len(streams.encode(matrix)) <= 1.01 * ideal + 1000
     assert len(streams.encode(matrix)) < 0.75 * matrix.get_buffer("codes").numel()
+
+
+@pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
+def test_rows_that_are_decoded_late_are_those_of_the_matrix(make, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK", 100)
+    matrix = make()
+    empty = {name: torch.empty_like(value, device="meta") for name, value in matrix.tensors().items()}
+    late, stream = StreamedMatrix(matrix.geometry, empty | matrix.floats()), streams.encode(matrix)
+    streams.expect_(late, len(stream))
+    late.register_buffer("codes", stream)
+    late.open_(matrix.checksum())
+    # Blocks of paths need free bits of all rows.
+    assert (late._blocks is None) == (make is paths)
+    for index in torch.randint(matrix.shape[0], (4, 3), generator=torch.Generator().manual_seed(0)):
+        assert torch.equal(late.rows(index), matrix.rows(index))
+    assert late.checksum() == matrix.checksum()
+    assert all(torch.equal(late.tensors()[name], value) for name, value in matrix.tensors().items())
 
 
 def test_integers_that_follow_paths_are_noticed_and_take_less():

@@ -27,7 +27,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kflats
 from kflats.codecs import Float
-from kflats.codecs.streams import encode
+from kflats.codecs.streamed import StreamedMatrix
+from kflats.codecs.streams import encode, expect_
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.compress.pipeline import plan_folder
 from kflats.evaluation.outputs import load_tokenizer
@@ -37,7 +38,7 @@ from kflats.export.onnx import export_onnx
 from kflats.importance import TokenCounts
 from kflats.io.saving import load_model, save_model, stamp_
 from kflats.io.sources import STATIC_MODULE, weight_files, weights_folder
-from kflats.io.static import StaticModel, StreamedMatrix
+from kflats.io.static import StaticModel
 from kflats.matrices.coded import from_integers
 from kflats.recipe.recipe import as_recipe
 from kflats.tasks.scoring import evaluate_folder
@@ -361,7 +362,11 @@ def test_streamed_rows_are_the_decoded_ones(classes: int) -> None:
     integers = [torch.randint(-5, 6, (size, 256), generator=draws).to(torch.int16) for size in sizes]
     whole = from_integers(integers, labels, torch.rand(classes, generator=draws) + 0.5)
     floats = {name: value.detach() for name, value in whole.tensors().items() if value.is_floating_point()}
-    streamed = StreamedMatrix.opened(whole.geometry, {**floats, "codes": encode(whole)})
+    empty = {name: torch.empty_like(value, device="meta") for name, value in whole.tensors().items()}
+    streamed, stream = StreamedMatrix(whole.geometry, {**empty, **floats}), encode(whole)
+    expect_(streamed, len(stream))
+    streamed.register_buffer("codes", stream)
+    streamed.open_(whole.checksum())
     assert blocks(streamed) >= 5
     many, expected = 1024, set[tuple[int, int]]()
     for count in (1, 2, 300):

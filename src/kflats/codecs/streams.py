@@ -543,6 +543,12 @@ class KeptStreams:
         return sha256([json.dumps(matrix.spec()), *matrix.integers()])
 
 
+def stream_checksum(stream: Tensor, integers: int) -> int:
+    """CRC-32 of the bytes of a stream and of the checksum of its integers: a stream that has it is whole and belongs to
+    them, though none of its blocks is decoded."""
+    return crc32([stream, str(integers)])
+
+
 # Heads and blocks --------------------------------------------------------------------------------
 
 

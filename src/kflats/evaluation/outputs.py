@@ -47,6 +47,7 @@ from kflats.evaluation.running import (
 from kflats.io import weights_folder
 from kflats.io.sources import static_folder, trusts_remote_code, weight_files
 from kflats.io.static import fast_tokenizer
+from kflats.model.weights import factored_layers
 
 OutputKind: TypeAlias = Literal[
     "encoder",
@@ -569,6 +570,8 @@ def weight_file_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def memory_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, shared ones counted once."""
+    """Bytes of a model's parameters and buffers, shared ones counted once; codes that are decoded late are decoded."""
+    for _, layer in factored_layers(model):
+        layer.complete_()
     held = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(t.numel() * t.element_size() for t in held.values())

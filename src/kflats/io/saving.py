@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode
+from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode, stream_checksum
 from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
@@ -36,7 +36,7 @@ from kflats.common.schema import JsonObject
 from kflats.io.atomic import manifest_follows, replaced
 from kflats.io.mapped import Spill, TensorEntry, copied_if_written, mapped_tensors, not_finite, read_header
 from kflats.io.sources import read_config, static_folder, trusts_remote_code, weights_folder
-from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
+from kflats.io.static import StaticModel, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
 from kflats.model.description import Module, describe, match, read_description, swap_described_
@@ -333,7 +333,8 @@ def put_streams_(
             stream = encode(matrix)
             stream = stream if spill is None else spill.kept({"codes": stream})["codes"]
         tensors[names["codes"]] = stream
-        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[names["codes"]])}
+        both = stream_checksum(stream, entry["checksum"])
+        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(stream), "checksum": both}
 
 
 def _versions(folder: str | os.PathLike[str]) -> dict[Path, tuple[int, int, int]]:
@@ -768,17 +769,13 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
     expected = {name: tuple(tensor.shape) for name, tensor in module.empty.tensors().items()}
     _check_shapes(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    if isinstance(module.empty, CodedMatrix) and module.empty.streamed:
-        matrix: Matrix = StreamedMatrix.opened(module.empty.geometry, tensors)
-    else:
-        matrix = module.new(description.stored_dtype(module, dtype), "cpu")
-        with torch.no_grad():
-            for name, tensor in matrix.tensors().items():
-                tensor.copy_(tensors[name])
-        module.finish_(matrix)
+    matrix = module.new(description.stored_dtype(module, dtype), "cpu")
+    with torch.no_grad():
+        for name, tensor in matrix.tensors().items():
+            tensor.copy_(tensors[name])
+    module.finish_(matrix)
     with Swaps(model, just_found=True) as swaps:
         swap_described_(swaps, weight, module, matrix)
-    model.embedding.register_state_dict_pre_hook(decode_all)
     return model
 
 

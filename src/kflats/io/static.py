@@ -15,13 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kflats.codecs.streams import StreamReader
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.sources import is_model2vec
-from kflats.matrices.base import Matrix, is_recording
-from kflats.matrices.coded import CodedGeometry, CodedMatrix
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -187,98 +184,3 @@ def write_static(model: StaticModel, folder: Path) -> None:
         library.save_pretrained(folder, rows.numpy(), model.tokenizer, model.origin, create_model_card=False)
     else:
         static_embedding()(model.tokenizer, embedding_weights=table).save(str(folder))
-
-
-class _Blocks:
-    """The blocks of a stream that are not decoded yet, by class and index in it."""
-
-    def __init__(self, stream: Tensor, geometry: CodedGeometry) -> None:
-        self._stream, self._geometry = stream, geometry
-        self._source: StreamReader | None = None
-        self.left = set(self.source.blocks)
-
-    @property
-    def source(self) -> StreamReader:
-        """The stream with its head read."""
-        if self._source is None:
-            self._source = StreamReader.of(self._stream, self._geometry)
-        return self._source
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_source": None}  # views of memory, and the coder's models, cannot be copied
-
-
-class StreamedMatrix(CodedMatrix):
-    """A CodedMatrix whose codes are decoded from a stream when rows of their block are read, each block once.
-
-    Choose it where a first row must come soon. Other uses than ``rows`` decode all blocks. In memory it takes the
-    stream, and the codes of the blocks that were read.
-    """
-
-    _blocks: _Blocks | None = None
-
-    @classmethod
-    def opened(cls, geometry: CodedGeometry, tensors: dict[str, Tensor]) -> StreamedMatrix:
-        """From what a file holds: the floating-point tensors, and the stream as ``codes``.
-
-        Raises:
-            KflatsError: a damaged stream, or one of another geometry.
-        """
-        try:
-            blocks = _Blocks(tensors["codes"], geometry)
-            # Pages of memory that no block fills are never touched.
-            empty = torch.empty(geometry.shapes["codes"], dtype=torch.uint8)
-            matrix = cls(geometry, {**tensors, **blocks.source.tensors, "codes": empty})
-        except (ValueError, IndexError, RuntimeError, OverflowError) as error:
-            raise KflatsError(
-                f"the codes do not fit their description ({first_line(error)[:80]})",
-                cause="a damaged file",
-                hint="restore the file or compress again",
-            ) from error
-        matrix._blocks = blocks
-        return matrix
-
-    def _prepare(self, index: Tensor) -> None:
-        blocks = self._blocks
-        if blocks is None or is_recording():
-            self._check_ready()
-            return
-        rows, labels = index.reshape(-1).unique(), self._get("labels")
-        of = torch.zeros_like(rows) if labels is None else labels[rows].to(torch.int64)
-        sizes = torch.tensor([0, *(count for count, _ in self.geometry.classes)], device=of.device)
-        places = (self.position[rows] - sizes.cumsum(0)[of]) // blocks.source.rows_a_block
-        self._decode(blocks, set(zip(of.tolist(), places.tolist(), strict=True)))
-
-    def row_sources(self) -> list[Tensor]:
-        """As ``Matrix.row_sources``. Codes that are written when their block is read are no change."""
-        return super().row_sources() if self._blocks is None else Matrix.row_sources(self)
-
-    def _decoded_table(self) -> Tensor | None:
-        return super()._decoded_table() if self._blocks is None else None
-
-    def _check_ready(self) -> None:
-        if (blocks := self._blocks) is not None:
-            self._decode(blocks, blocks.left)
-        super()._check_ready()
-
-    def checksum(self) -> int:
-        """As ``CodedMatrix.checksum``."""
-        self._check_ready()
-        return super().checksum()
-
-    def _decode(self, blocks: _Blocks, wanted: set[tuple[int, int]]) -> None:
-        # Two threads may decode one block; both write the same bytes, before either says that they are there.
-        codes, source = self.get_buffer("codes"), blocks.source
-        for key in wanted & blocks.left:
-            block = source.blocks[key]
-            self.geometry.part(codes, block.label)[block.rows] = source.packed(block).to(codes.device)
-            blocks.left = blocks.left - {key}
-        if not blocks.left:
-            self._blocks = None
-
-
-def decode_all(layer: nn.Module, *_: object) -> None:
-    """A hook for ``state_dict``: the codes of a layer are all there before they are read."""
-    matrix = getattr(layer, "matrix", None)
-    if isinstance(matrix, StreamedMatrix):
-        matrix._check_ready()

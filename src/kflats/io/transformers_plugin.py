@@ -27,6 +27,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kflats.codecs.streamed import StreamedMatrix
 from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
@@ -152,9 +153,16 @@ class KflatsQuantizer(HfQuantizer):
             there, here = tuple(tensor.shape), self._shapes.get(name)
             if here is not None and there != here:
                 raise _wrong_size(name, there, here)
+        several = bool(set(getattr(model, "hf_device_map", {}).values()) - {"cpu"})  # hooks move buffers in each call
         for name, module in self._modules:
             raw = is_parameter(module.places[0].role)
-            module.finish_(end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix)
+            matrix = end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix
+            if isinstance(matrix, StreamedMatrix):
+                # It keeps its stream, and transformers' tensor a map of the whole file.
+                matrix._buffers["codes"] = matrix.get_buffer("codes").clone()
+            module.finish_(matrix)
+            if several:
+                matrix.complete_()
             if raw:
                 decode_(model, name)
         if self._own_names:

@@ -115,10 +115,14 @@ class Matrix(nn.Module):
                 tensors[name] = value
         return tensors
 
+    def floats(self) -> dict[str, Tensor]:
+        """Those of ``tensors`` that are floating-point numbers."""
+        return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
+
     @property
     def num_values(self) -> int:
         """Stored floating-point numbers (labels not counted)."""
-        return sum(t.numel() for t in self.tensors().values() if t.is_floating_point())
+        return sum(t.numel() for t in self.floats().values())
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +145,9 @@ class Matrix(nn.Module):
 
     def refresh(self) -> None:
         """Compute again all that is derived from stored tensors (call after loading into them)."""
+
+    def complete_(self) -> None:
+        """Fill all stored tensors, where some are filled late: before other code reads, copies or moves them."""
 
     def _check_ready(self) -> None:
         if not self.ready:
@@ -227,6 +234,21 @@ def copy_trainable(source: Matrix, target: M) -> M:
     for name, parameter in target.named_parameters():
         parameter.requires_grad_(source.get_parameter(name).requires_grad)
     return target
+
+
+def complete_first(module: nn.Module, *_: object) -> None:
+    """Before ``state_dict`` and ``load_state_dict`` fill what is filled late. A named function, as the next one."""
+    module.complete_()  # type: ignore[operator]
+
+
+def moves_integers(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``fn``, which ``nn.Module._apply`` is called with, does more to integers than to leave them as they are.
+
+    >>> moves_integers(lambda t: t.half() if t.is_floating_point() else t), moves_integers(lambda t: t.clone())
+    (False, True)
+    """
+    probe = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return fn(probe) is not probe or probe.is_shared()
 
 
 def refresh_after_load(module: nn.Module, _: object) -> None:

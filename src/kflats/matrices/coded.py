@@ -477,6 +477,10 @@ class CodedMatrix(Matrix):
         """Called before the rows at ``index`` are read."""
         self._check_ready()
 
+    def _packed(self) -> Tensor:
+        """The codes that rows are read from, after ``_prepare``."""
+        return self.get_buffer("codes")
+
     def _get(self, name: str) -> Tensor | None:
         tensor = self._parameters.get(name)
         return self._buffers.get(name) if tensor is None else tensor
@@ -540,7 +544,7 @@ class CodedMatrix(Matrix):
         for c, flat in enumerate(self.geometry.flat_of):
             a, b = cuts[c], cuts[c + 1]
             if a < b:
-                packed = self.geometry.part(self.get_buffer("codes"), c).index_select(0, places[a:b] - starts[c])
+                packed = self.geometry.part(self._packed(), c).index_select(0, places[a:b] - starts[c])
                 at = None if ordered is None else ordered[a:b]
                 numbers = self._tile(flat, c, a, packed, at, tables).whole()
                 by_flat.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
@@ -605,7 +609,7 @@ class CodedMatrix(Matrix):
 
     def _coordinates(self, index: Tensor, known: Lookup) -> Tensor:
         """(t,) rows -> (t, r) coordinates: one gather for all classes, in plain operators whose sizes are known."""
-        geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
+        geometry, codes, labels = self.geometry, self._packed(), self._get("labels")
         place = self.position.index_select(0, index).to(torch.int64)
         label = torch.zeros_like(place) if labels is None else labels.index_select(0, index).to(torch.int64)
         begin = known.begin.index_select(0, label) + place * known.row_bytes.index_select(0, label)
@@ -633,7 +637,7 @@ class CodedMatrix(Matrix):
         parameters = [p for p in self._parameters.values() if p is not None]
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
-        read = [*parameters, self.get_buffer("codes")]
+        read = [*parameters, self._packed()]
         known = self._known  # another thread may replace it, for other tensors
         if known is None or not known[0].holds_for(read):
             state = State(read)
@@ -664,7 +668,7 @@ class CodedMatrix(Matrix):
         return known.table
 
     def _new_lookup(self) -> Lookup:
-        classes, device = self.geometry.classes, self.get_buffer("codes").device
+        classes, device = self.geometry.classes, self.position.device
         begin, rows_before, bytes_before = [], 0, 0
         for rows, row_bytes in classes:
             begin.append(bytes_before - rows_before * row_bytes)

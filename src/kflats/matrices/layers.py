@@ -26,7 +26,16 @@ from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.common.schema import JsonObject
 from kflats.common.torch_settings import one_thread
-from kflats.matrices.base import Matrix, State, is_exporting, is_recording, refresh_after_load, settle
+from kflats.matrices.base import (
+    Matrix,
+    State,
+    complete_first,
+    is_exporting,
+    is_recording,
+    moves_integers,
+    refresh_after_load,
+    settle,
+)
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.integer_kernels import INTEGER_DEVICES
@@ -88,7 +97,10 @@ class HoldsMatrix(ABC):
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
-            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)
+            layer = cast(nn.Module, self)
+            layer.register_state_dict_pre_hook(complete_first)
+            layer.register_load_state_dict_pre_hook(complete_first)
+            layer.register_load_state_dict_post_hook(refresh_after_load)
 
     @property
     def weight(self) -> Tensor:
@@ -110,6 +122,10 @@ class HoldsMatrix(ABC):
             yield
         finally:
             del self.__dict__["_shown"]
+
+    def complete_(self) -> None:
+        """As ``Matrix.complete_``."""
+        self.matrix.complete_()
 
     def refresh(self) -> None:
         """Compute again all that the matrix derives from its stored tensors (call after loading into them)."""
@@ -374,6 +390,8 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._kept = None
+        if self.owns_matrix and moves_integers(fn):
+            self.complete_()
         if self.out_dtype is not None:
             self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

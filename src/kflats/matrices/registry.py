@@ -55,11 +55,17 @@ class _Flats(_Dense):
     flat_ranks: tuple[int, ...]
 
 
-def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
+def matrix_from_spec(
+    spec: object,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "meta",
+    coded: type[CodedMatrix] = CodedMatrix,
+) -> Matrix:
     """An empty Matrix of the geometry that ``Matrix.spec`` wrote; every number is checked first.
 
     On the meta device (the default) nothing is allocated; elsewhere the tensors are uninitialised
-    and ``refresh`` must follow once they are filled.
+    and ``refresh`` must follow once they are filled. ``coded``: the class of a matrix of codes.
 
     Raises:
         KflatsError: a field that is missing, unknown, of the wrong type or out of range.
@@ -96,7 +102,7 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
         case CodedMatrix.kind:
             geometry = read_geometry(spec)
             tensors = {name: empty(*shape, of=INTEGERS.get(name, dtype)) for name, shape in geometry.shapes.items()}
-            matrix = CodedMatrix(geometry, tensors)
+            matrix = coded(geometry, tensors)
         case kind:
             raise KflatsError(f"unknown kind of matrix {str(kind)[:40]!r}", hint="pip install -U kflats")
     if torch.device(device).type != "meta":

@@ -105,8 +105,7 @@ class Factored:
         """Bytes of the matrix in a file."""
         if self.stream is None:
             return self.matrix.nbytes
-        floats = (t for t in self.matrix.tensors().values() if t.is_floating_point())
-        return len(self.stream) + sum(t.numel() * t.element_size() for t in floats)
+        return len(self.stream) + sum(t.numel() * t.element_size() for t in self.matrix.floats().values())
 
 
 def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> None:

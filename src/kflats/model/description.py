@@ -5,8 +5,9 @@
             "matrix": {"kind": "flats", ...}, "dtype": "float32", "matrix_rows": "in_features", "untied": [],
             "places": [{"name": "embeddings.word_embeddings", "role": "embedding", "padding_idx": 0, "scale": null}]}}}
 
-A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version": 1, "bytes": ...}) where the file holds
-them entropy coded. ``forms``, beside ``modules``, says what each run-time form loses, once that was measured.
+A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version": 1, "bytes": ..., "checksum": ...})
+where the file holds them entropy coded. ``forms``, beside ``modules``, says what each run-time form loses, once that
+was measured.
 ``untied`` names places that the model's class would tie, but that have a table of their own. The model computes in the
 type ``dtype``; a module's ``dtype`` is the type its factors are stored in. The first place of a module owns the factors
 and gives the module its name. A transformers folder keeps this in ``config.json`` as ``quantization_config``; a plain
@@ -22,7 +23,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
+from kflats.codecs.streamed import StreamedMatrix
+from kflats.codecs.streams import STREAM_VERSION, expand_, expect_, stream_checksum
 from kflats.common.dtypes import dtype_name, dtype_of
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import FormLoss, RunForm
@@ -70,8 +72,11 @@ class DescribedPlace:
 
 @dataclass(frozen=True)
 class _Stream:
+    """``checksum``: as ``stream_checksum``; absent in older files, whose streams are decoded to be checked."""
+
     version: int
     bytes: int
+    checksum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,24 @@ class Module:
 
     def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
         """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
-        return self._expecting(matrix_from_spec(self.matrix, dtype=dtype, device=device))
+        late = self.places[0].role == "embedding" and self.stream is not None and self.stream.checksum is not None
+        coded = StreamedMatrix if late else CodedMatrix
+        return self._expecting(matrix_from_spec(self.matrix, dtype=dtype, device=device, coded=coded))
 
     def finish_(self, matrix: Matrix) -> None:
-        """Make ``matrix``, filled with the file's tensors, ready for use.
+        """Make ``matrix``, filled with the file's tensors, ready for use. The codes of an embedding on the CPU are
+        decoded when their rows are read (``StreamedMatrix``), after the stream was compared with its checksum.
 
         Raises:
             KflatsError: its integers are damaged.
         """
+        if isinstance(matrix, StreamedMatrix) and matrix.streamed and (codes := matrix.get_buffer("codes")).is_cpu:
+            assert self.checksum is not None
+            assert self.stream is not None
+            if stream_checksum(codes, self.checksum) != self.stream.checksum:
+                raise self._damaged()
+            matrix.open_(self.checksum)
+            return
         with one_thread():  # integers are decoded block by block
             if isinstance(matrix, CodedMatrix) and matrix.streamed:
                 expand_(matrix)
@@ -139,10 +154,13 @@ class Module:
                 matrix.refresh()
             whole = not isinstance(matrix, CodedMatrix) or matrix.checksum() == self.checksum
         if not whole:
-            raise KflatsError(
-                f"the codes of {self.name!r} are damaged: their checksum differs",
-                hint="restore the file, or compress again",
-            )
+            raise self._damaged()
+
+    def _damaged(self) -> KflatsError:
+        return KflatsError(
+            f"the codes of {self.name!r} are damaged: their checksum differs",
+            hint="restore the file, or compress again",
+        )
 
     def _expecting(self, matrix: Matrix) -> Matrix:
         if self.stream is not None and isinstance(matrix, CodedMatrix):

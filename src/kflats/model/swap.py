@@ -279,9 +279,8 @@ class Swaps:
             matrix.to(table.device)
         shared = [] if bias_shift is None else _holders_of_bias(model, weight.name, old[0])
         layers = _factored_layers_for(weight, old, matrix, rows, scales)
-        for factor in matrix.tensors().values():
-            if factor.is_floating_point():
-                factor.requires_grad_(table.requires_grad)
+        for factor in matrix.floats().values():
+            factor.requires_grad_(table.requires_grad)
         if bias_shift is not None:
             _shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
 

@@ -331,7 +331,7 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     for _, layer in factored_layers(model):
         if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
             return layer.out_dtype
-    factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
+    factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.floats().values()}
     own: torch.dtype | None = None
     for parameter in model.parameters():
         if parameter.is_floating_point():
