@@ -82,7 +82,7 @@ def stepped() -> CodedMatrix:
 
 
 def paths() -> CodedMatrix:
-    """Integers that follow paths, of two classes of rows, some columns of zeros."""
+    """Integers that follow paths, of two classes of rows."""
     gen = torch.Generator().manual_seed(0)
     subsets = subsets_of(torch.randint(0, 2, (90, 40), generator=gen, dtype=torch.uint8)).to(torch.int16)
     levels = 4 * laplace(90, torch.linspace(6.0, 2.0, 40), gen) + subsets
@@ -97,6 +97,27 @@ def paths() -> CodedMatrix:
     )
 
 
+def paths_and_zeros() -> CodedMatrix:
+    """The same among columns of zeros, and rows of zeros, which are a class."""
+    inside, rows, columns = paths(), torch.arange(130) % 13 < 9, torch.arange(56) % 7 < 5
+    levels, labels = torch.zeros(130, 56, dtype=torch.int16), torch.full((130,), 2)
+    labels[rows] = inside.get_buffer("labels").long()
+    for c in range(2):
+        layout = PackedLayout(inside.get_buffer("bits")[c], inside.get_buffer("low")[c])
+        at = (labels == c).nonzero(), columns.nonzero().T
+        levels[at] = unpack(inside.geometry.part(inside.get_buffer("codes"), c), layout)
+    contexts = torch.full((3, 56), 4, dtype=torch.uint8)
+    contexts[:2, columns] = inside.get_buffer("contexts")
+    return from_integers(
+        [levels[labels == c] for c in range(3)],
+        labels,
+        torch.ones(3),
+        contexts=contexts,
+        shrink=torch.zeros(5),
+        column_steps=torch.zeros(56, dtype=torch.int8),
+    )
+
+
 MATRICES = {
     "transform": transform,
     "one class": lambda: transform((500,)),
@@ -107,6 +128,7 @@ MATRICES = {
     "int8": int8,
     "column steps": stepped,
     "paths": paths,
+    "paths and zeros": paths_and_zeros,
     "one row": lambda: transform((1,)),
 }
 
@@ -181,7 +203,7 @@ def test_rows_that_are_decoded_late_are_those_of_the_matrix(make, monkeypatch):
     late.register_buffer("codes", stream)
     late.open_(matrix.checksum())
     # Blocks of paths need free bits of all rows.
-    assert (late._blocks is None) == (make is paths)
+    assert (late._blocks is None) == (make in (paths, paths_and_zeros))
     for index in torch.randint(matrix.shape[0], (4, 3), generator=torch.Generator().manual_seed(0)):
         assert torch.equal(late.rows(index), matrix.rows(index))
     assert late.checksum() == matrix.checksum()
@@ -200,6 +222,13 @@ def test_integers_that_follow_paths_are_noticed_and_take_less():
     other = CodedMatrix(matrix.geometry, tensors)
     assert int(streams.encode(other)[13]) == streams.STATIC
     assert len(streams.encode(matrix)) < len(streams.encode(other)) - 0.7 * 90 * 40 / 8
+
+
+def test_rows_and_columns_of_zeros_are_on_no_path():
+    """They take next to no bytes: a column a few bits, a row what its class takes."""
+    inside, among = streams.encode(paths()), streams.encode(paths_and_zeros())
+    assert [int(stream[13]) for stream in (inside, among)] == [streams.PATHS] * 2
+    assert len(among) - len(inside) < 130
 
 
 def test_a_model_s_memory_is_filled_in_place():
@@ -223,7 +252,7 @@ def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["transform", "flats", "int8", "tiny", "paths"])
+@pytest.mark.parametrize("name", ["transform", "flats", "int8", "tiny", "column steps", "paths", "paths and zeros"])
 def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
     """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
     monkeypatch.setattr(streams, "BLOCK", 500)

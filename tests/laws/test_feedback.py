@@ -18,7 +18,7 @@ from kflats import SVD, Auto, Feedback, InputGram, KeepDense, KroneckerFisher, R
 from kflats.codecs import Table
 from kflats.codecs import feedback as codec
 from kflats.codecs.feedback import _Source
-from kflats.codecs.streams import stored_bytes
+from kflats.codecs.streams import PATHS, STATIC, stored_bytes
 from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
@@ -557,6 +557,107 @@ def test_a_calibrated_layer_on_a_grid_is_exact_where_the_bits_allow(budget: tupl
     report = kflats.compress_(model, asked, keep=keep, calibration=batches, quiet=True)
     assert report.weights[0].error < (1e-9 if exact else 0.2)
     assert torch.equal((model[0].matrix.dense() / 0.02).round(), levels.T) == exact
+
+
+def planted(n: int, d: int) -> tuple[torch.Tensor, Weighting, torch.Tensor]:
+    """A matrix (n, d), Grams of both sides, and the quarter of columns that count nothing."""
+    dead, right = torch.arange(d) % 4 == 1, gram(d, 2)
+    right[dead] = right[:, dead] = 0.0
+    return normal(n, d).float(), Weighting(left=gram(n, 1), right=right), dead
+
+
+@pytest.mark.parametrize(
+    ("bits", "side", "sides"),
+    crossed([1.0, 3.0], ["columns", "rows"], ["both", "one"]),
+)
+def test_dead_inputs_are_zeros_and_take_next_to_no_bytes(bits: float, side: str, sides: str) -> None:
+    """In equal bytes about as much is lost as if the matrix had only the live ones, which are coded the same."""
+    pytest.importorskip("constriction")
+    matrix, weighting, dead = planted(128, 96)
+    live = (~dead).nonzero().squeeze(1)
+    if sides == "one":
+        weighting = replace(weighting, left=None)
+    alone = replace(weighting, right=weighting.right[live][:, live])
+    inside = matrix[:, live].contiguous()
+    if side == "rows":
+        matrix, inside, weighting, alone = (
+            matrix.T.contiguous(),
+            inside.T.contiguous(),
+            *(each.transposed() for each in (weighting, alone)),
+        )
+    made, lost = coded(matrix, bits, weighting, FEEDBACK)
+    _, least = coded(inside, bits * matrix.numel() / inside.numel(), alone, FEEDBACK)
+    dense = made.matrix.dense()
+    zeros = (dense == 0).all(0 if side == "columns" else 1)
+    assert torch.equal(zeros, dead)
+    assert lost < 1.15 * least
+    assert int(made.stream[13]) == (PATHS if bits == 3.0 else STATIC)
+
+
+def test_dead_inputs_do_not_change_what_others_become() -> None:
+    matrix, weighting, dead = planted(64, 48)
+    found = []
+    for scale in (0.0, 1e3):
+        source = _Source.of(TensorRows(torch.where(dead, scale * matrix, matrix)), weighting, 0.2)
+        how = source.rounding(source.likely(0.3, torch.float32), torch.float32)
+        (made,) = rounded_together([source.to_round(0.3, torch.float32, how)])
+        found.append(source.code(0.3, torch.float32, how, made).stored.matrix.dense())
+    assert torch.equal(*found)
+    assert not found[0][:, dead].any()
+
+
+@pytest.mark.parametrize("side", ["columns", "rows"])
+def test_an_input_that_is_damped_and_alone_is_coded_where_bits_are_left(side: str) -> None:
+    """An importance may say that inputs which the data never had count a little."""
+    pytest.importorskip("constriction")
+    matrix, weighting, dead = planted(64, 48)
+    weighting = replace(weighting, right=damp(weighting.right, 1e-3))
+    if side == "rows":
+        matrix, weighting = matrix.T.contiguous(), weighting.transposed()
+    few, many = (coded(matrix, bits, weighting, FEEDBACK)[0].matrix.dense() for bits in (2.5, 8.0))
+    if side == "rows":
+        matrix, few, many = matrix.T, few.T, many.T
+    assert not few[:, dead].any()
+    assert bool(few[:, ~dead].any(0).all())
+    left_over = (matrix - many)[:, dead].square().sum() / matrix[:, dead].square().sum()
+    assert 1e-4 < left_over < 0.1
+
+
+def test_what_counts_nothing_at_all_is_coded_as_without_a_gram() -> None:
+    pytest.importorskip("constriction")
+    matrix = normal(40, 33).float()
+    streams = [
+        coded(matrix, 3.0, weighting, FEEDBACK)[0].stream
+        for weighting in (Weighting(), Weighting(left=torch.zeros(40, 40), right=torch.zeros(33)))
+    ]
+    assert torch.equal(*streams)
+
+
+@pytest.mark.parametrize(("matrix_rows", "damping"), crossed(["in_features", "out_features"], [0.0, 1e-3]))
+def test_a_layer_behind_dead_units_is_coded_saved_and_loaded(matrix_rows, damping: float, tmp_path) -> None:
+    """Units that are 0 on all data: as inputs of one layer, and as outputs that no loss depends on."""
+    pytest.importorskip("constriction")
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 56), nn.ReLU(), nn.Linear(56, 8))
+        with torch.no_grad():
+            made[0].bias[:20], made[2].bias[5:15] = -100.0, -100.0
+        return made.requires_grad_(False)
+
+    batches = [{"input": torch.randn(32, 40)} for _ in range(6)]
+    model, x = network(), batches[0]["input"]
+    expected = model(x)
+    asked = Recipe(KeepDense(), KroneckerFisher(damping=damping), Feedback(), matrix_rows)
+    kflats.compress_(model, {"2": asked}, keep="10%", calibration=batches, quiet=True)
+    dense = model[2].matrix.dense()
+    dense = dense.T if matrix_rows == "in_features" else dense  # (outputs, inputs)
+    assert (dense == 0).all(0).nonzero().flatten().tolist() == list(range(20))
+    assert (dense == 0).all(1).nonzero().flatten().tolist() == list(range(5, 15))
+    assert float((model(x) - expected).square().mean()) < 1e-3 * float(expected.square().mean())
+    kflats.save(model, tmp_path / "small")
+    kflats.load_(fresh := network(), tmp_path / "small")
+    assert torch.equal(fresh(x), model(x))
 
 
 @pytest.mark.parametrize("rank", [1, 5])

@@ -31,6 +31,7 @@ from kflats.numerics.coding.feedback import (
     Rounded,
     Rounding,
     ToRound,
+    counting,
     designed,
     rounded_together,
     side_of,
@@ -39,7 +40,7 @@ from kflats.numerics.coding.quantizers import Quantizer
 from kflats.numerics.coding.rounding import Scales, scales_of
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.trellis import SHORTEST, PathRounding
-from kflats.numerics.large_matrices import room_like, rows_at, stripes
+from kflats.numerics.large_matrices import permuted, room_like, rows_at, stripes, zero_matrix
 from kflats.numerics.rows import Rows, whole_matrix
 
 _LONG = 16
@@ -77,6 +78,9 @@ _FEW_BITS = 0.75
 """Bits a number below which numbers are also rounded by the first prices, and to the nearest. The best of the three is
 kept, which takes two to three times as long. Where most integers are 0, prices may raise later targets by more than
 they save: ``benchmarks/few_bits.py``. From .5 bits on this was seen in small matrices alone."""
+_LITTLE = 0.25
+"""Mean square, in steps of a grid, of numbers that cost more bits than they save: what is coupled with nothing and has
+no more becomes zeros. Prices do that on a grid; on paths even a zero takes a bit."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
 _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
@@ -86,6 +90,8 @@ derived from these takes up to eight times as much."""
 _AT_ONCE = 2**20
 """Numbers whose squares are summed in float64 at a time."""
 
+_Places: TypeAlias = tuple[Tensor, Tensor]
+"""Rows and columns of a matrix, ascending."""
 _Result = TypeVar("_Result")
 _Search: TypeAlias = Generator[ToRound, Rounded, _Result]
 """A search of a code, which hands out what is to be rounded and is sent what came of it."""
@@ -107,6 +113,9 @@ class Feedback(Codec):
     columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From 2.3
     bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for these.
 
+    Rows and columns that count nothing, as inputs that were always 0, become zeros. Those that are coupled with none,
+    and count little, become zeros where that costs less than their bits.
+
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 
     Choose it for linear layers with calibration data: at equal bytes its error under the importance is a fraction of
@@ -117,8 +126,8 @@ class Feedback(Codec):
     Args:
         damping: share of each Gram's mean diagonal that is added to its diagonal, beside what the importance adds: the
             plain error of the matrix then counts too. Without it errors in directions of little weight become as large
-            as the matrix itself, where an importance, which is of second order, says little. Chosen on sentences of
-            CoLA (dev) and paragraphs of WikiText-2 (valid).
+            as the matrix itself, where an importance, which is of second order, says little. Nothing is added for
+            inputs that are coupled with none. Chosen on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
 
     Raises:
         KflatsError: a damping that is no number of 0 or more.
@@ -168,7 +177,7 @@ class Feedback(Codec):
                 del before, targets
                 (made,) = rounded_together([source.to_round(c, table.dtype, how)])
             code, before = source.code(c, table.dtype, how, made), (c, made)
-            share = _PATH_SHARE if _takes_paths(table.rows.shape, code.nbytes) else 1.0
+            share = _PATH_SHARE if _takes_paths(source.matrix.shape, code.nbytes) else 1.0
             measured.append(Candidate(method, self, code.nbytes, share * code.error))
         yield from between(measured, table.numbers)
 
@@ -196,6 +205,10 @@ class Feedback(Codec):
         # Factors of Gram matrices may be most of the memory: a source lives no longer than its codes are made.
         source = _Source.of(problem.rows, problem.weighting, self.damping)
         guess, how = _guessed(source, problem.nbytes, dtype)
+        kept = source.worth(guess.c)
+        if tuple(map(len, kept)) != source.matrix.shape:
+            source = _Source.of(problem.rows, problem.weighting, self.damping, kept)
+            guess, how = _guessed(source, problem.nbytes, dtype)
 
         def on_grid(source: _Source) -> _Search[_Code]:
             best: _Code | None = None
@@ -220,20 +233,20 @@ class Feedback(Codec):
                 raise refused
             return best
 
-        if not _takes_paths(problem.rows.shape, problem.nbytes):
+        if not _takes_paths(source.matrix.shape, problem.nbytes):
             return (yield from on_grid(source))
         grid = (yield from on_grid(source)) if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
         c = max(source.finest, (grid or guess).c / 2)  # at equal rates steps of paths are half as large
         del source
-        best = yield from self._along_paths(problem, dtype, c)
+        best = yield from self._along_paths(problem, dtype, c, kept)
         if grid is None and best.error > _CLEARLY * guess.error:
-            grid = yield from on_grid(_Source.of(problem.rows, problem.weighting, self.damping))
+            grid = yield from on_grid(_Source.of(problem.rows, problem.weighting, self.damping, kept))
         return min(best, grid or best, key=lambda code: code.error)
 
-    def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float) -> _Search[_Code]:
+    def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float, kept: _Places) -> _Search[_Code]:
         """The code whose integers follow paths, by tries that begin at ``c``."""
         # In the order of the matrix, paths lose more where most rows or columns hardly count.
-        source = _Source.of(problem.rows, problem.weighting, self.damping, paths=True)
+        source = _Source.of(problem.rows, problem.weighting, self.damping, kept, paths=True)
         first = source.path_rounding(source.likely(c, dtype), dtype)
         return (yield from _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding))
 
@@ -275,14 +288,17 @@ class _Code:
 
 @dataclass(frozen=True)
 class _Source:
-    """What does not depend on c.
+    """What does not depend on c, of the rows and columns that count.
 
+    ``shape`` of the whole matrix; ``kept``: which of its rows and columns count, ascending. Of these alone, n and d:
     ``matrix`` (n, d) float32; the factors of both sides; ``labels`` (n,), the class of each row; the steps at c = 1 of
     classes, ``row_steps`` (C,), and of columns, ``column_steps`` (d,) float64, as binary logarithms; ``longest`` (d,)
     float64, that of the largest number of a column in row steps; ``size``, the root mean square of the numbers in
     these steps.
     """
 
+    shape: tuple[int, int]
+    kept: _Places
     matrix: Tensor
     rows: MetricSide
     columns: MetricSide
@@ -293,12 +309,21 @@ class _Source:
     size: float
 
     @classmethod
-    def of(cls, given: Rows, weighting: Weighting, damping: float, *, paths: bool = False) -> _Source:
-        """``paths``: in the order of the matrix, for integers that follow paths."""
+    def of(
+        cls, given: Rows, weighting: Weighting, damping: float, kept: _Places | None = None, *, paths: bool = False
+    ) -> _Source:
+        """``kept``: the rows and columns that are not zeros; by default those that count anything. ``paths``: in the
+        order of the matrix, for integers that follow paths."""
         matrix = whole_matrix(given, torch.float32).detach().to("cpu")
+        shape = (len(matrix), matrix.shape[1])
+        left, right = (None if gram is None else gram.detach().to("cpu") for gram in (weighting.left, weighting.right))
+        kept = kept or (counting(left, shape[0]), counting(right, shape[1]))
+        if tuple(map(len, kept)) != shape:
+            matrix = permuted(matrix, *kept, torch.float32)
+            left, right = (_part(gram, here) for gram, here in zip((left, right), kept, strict=True))
         n, d = matrix.shape
-        rows = side_of(weighting.left, n, damping, ordered=not paths)
-        columns = side_of(weighting.right, d, damping, ordered=not paths)
+        rows = side_of(left, n, damping, ordered=not paths)
+        columns = side_of(right, d, damping, ordered=not paths)
         by_row, by_column = (
             side.scale.clamp_min(_LEAST_SCALE * float(side.scale.max())).log2() for side in (rows, columns)
         )
@@ -315,7 +340,22 @@ class _Source:
             longest = torch.maximum(longest, relative.amax(0))
             total += float(relative.div_(column_steps.exp2()).square_().sum())
         size = math.sqrt(total / (n * d))
-        return cls(matrix, rows, columns, labels, row_steps, column_steps, longest.log2(), size)
+        return cls(shape, kept, matrix, rows, columns, labels, row_steps, column_steps, longest.log2(), size)
+
+    def worth(self, c: float) -> _Places:
+        """What of ``kept`` is worth its bits at ``c``: all that is coupled, and what is large enough."""
+        kept = list[Tensor]()
+        for side, (own, other) in enumerate(((self.rows, self.columns), (self.columns, self.rows))):
+            stays, order = torch.ones(len(own.order), dtype=torch.bool), other.order
+            matrix = self.matrix.T if side else self.matrix
+            for here in own.alone.split(max(1, _AT_ONCE // len(order))):
+                lost = matrix[here][:, order].to(torch.float64)  # errors of zeros are the numbers themselves
+                if other.couplings is not None:
+                    lost = lost + lost @ other.couplings.T
+                squares = lost.mul_(torch.outer(own.scale[here] / c, other.scale[order])).square_().mean(1)
+                stays[here[squares <= _LITTLE]] = False
+            kept.append(self.kept[side][stays])
+        return kept[0], kept[1]
 
     @property
     def finest(self) -> float:
@@ -387,17 +427,57 @@ class _Source:
         count, d = len(self.row_steps), self.matrix.shape[1]
         contexts = torch.zeros(count, d, dtype=torch.uint8)
         contexts[self.labels] = how.contexts.to(torch.uint8)
-        by_class = rows_at(torch.argsort(self.labels, stable=True), made.levels)
+        whole = _Whole(made.levels, self.labels, held.values, contexts, how.shrink.to(dtype), self.exponents(c))
+        if made.levels.shape != self.shape:
+            whole = whole.with_zeros(self.shape, self.kept)
+        by_class = rows_at(torch.argsort(whole.labels, stable=True), whole.levels)
         matrix = from_integers(
-            by_class.split(torch.bincount(self.labels).tolist()),
-            self.labels,
-            held.values,
-            contexts=contexts,
-            shrink=how.shrink.to(dtype),
-            column_steps=self.exponents(c),
+            by_class.split(torch.bincount(whole.labels).tolist()),
+            whole.labels,
+            whole.steps,
+            contexts=whole.contexts,
+            shrink=whole.shrink,
+            column_steps=whole.exponents,
             unit=held.unit,
         )
         return _Code(coded(matrix), c, made.levels.numel(), error, int(made.levels.count_nonzero()))
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What is stored of a matrix: ``levels`` (n, d); ``labels`` (n,), the class of each row; ``steps`` (C,) of classes;
+    ``contexts`` (C, d); ``shrink`` (K,) of each context; ``exponents`` (d,)."""
+
+    levels: Tensor
+    labels: Tensor
+    steps: Tensor
+    contexts: Tensor
+    shrink: Tensor
+    exponents: Tensor
+
+    def with_zeros(self, shape: tuple[int, int], kept: _Places) -> _Whole:
+        """The same with rows and columns of zeros beside those that are ``kept``. Zeros have contexts of their own, and
+        rows of zeros a class, so that they take no bits. Columns of zeros have the commonest step, and contexts that
+        differ between classes as the others do, which takes the fewest bytes."""
+        rows, columns = kept
+        levels, count, known = zero_matrix(*shape, torch.int16), len(self.steps), len(self.shrink)
+        for here in stripes(self.levels):
+            levels[rows[here].unsqueeze(1), columns] = self.levels[here]
+        labels = torch.full(shape[:1], count).index_copy_(0, rows, self.labels)
+        steps = torch.cat([self.steps, self.steps[:1]])[: int(labels.max()) + 1]
+        contexts = torch.full((len(steps), shape[1]), known, dtype=torch.uint8)
+        contexts[:count] += self.contexts[:, :1] - self.contexts[:, :1].min()
+        contexts[:count, columns] = self.contexts
+        exponents = self.exponents.mode().values.expand(shape[1]).index_copy(0, columns, self.exponents)
+        shrink = torch.cat([self.shrink, self.shrink.new_zeros(int(contexts.max()) + 1 - known)])
+        return _Whole(levels, labels, steps, contexts, shrink, exponents)
+
+
+def _part(gram: Tensor | None, here: Tensor) -> Tensor | None:
+    """The rows and columns ``here`` of a Gram, or its diagonal."""
+    if gram is None:
+        return None
+    return gram[here] if gram.ndim == 1 else permuted(gram, here, here, gram.dtype)
 
 
 def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:
@@ -415,7 +495,7 @@ def _found(searches: Sequence[_Search[_Result]]) -> list[_Result]:
     return [found[place] for place in range(len(searches))]
 
 
-def _takes_paths(shape: tuple[int, int], nbytes: int) -> bool:
+def _takes_paths(shape: Sequence[int], nbytes: int) -> bool:
     least, most = _PATH_BITS
     return min(shape) >= SHORTEST and least <= 8 * nbytes / (shape[0] * shape[1]) <= most
 

@@ -38,7 +38,7 @@ from kflats.numerics.coding.frame import basis_contexts
 from kflats.numerics.coding.packing import PackedLayout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
 from kflats.numerics.coding.trellis import free_bits, pays, subsets_of
-from kflats.numerics.large_matrices import stripes, zero_matrix
+from kflats.numerics.large_matrices import permuted, stripes, zero_matrix
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
@@ -280,11 +280,11 @@ def encode(matrix: CodedMatrix) -> Tensor:
     if free is None:
         context = _Static(models_of(tables))
     else:
-        for a, b in _bit_blocks(geometry, BLOCK):
+        for a, b in _bit_blocks(len(free), geometry, BLOCK):
             plain = np.packbits(free[a:b].numpy(), axis=1).tobytes()
             head.put("<I", crc32([plain]))
             body.extend(plain)
-        context = _Paths.of(tables, geometry, tensors.get("labels"), free)
+        context = _Paths.of(tables, geometry, tensors, free)
     for c, a, b in _row_blocks(geometry, BLOCK):
         packed = geometry.part(tensors["codes"], c)[a:b]
         layout = PackedLayout(tensors["bits"][c], low[c])
@@ -431,8 +431,8 @@ class StreamReader:
             tensors["labels"] = torch.cat(labels)
         context: _Static | _Paths
         if number == PATHS:
-            free = _read_free_bits(head, body, geometry, most)
-            context = _Paths.of(tables, geometry, tensors.get("labels"), free)
+            free = _read_free_bits(head, body, geometry, tensors, most)
+            context = _Paths.of(tables, geometry, tensors, free)
         else:
             context = _Static(models_of(tables))
         blocks, many = {}, _rows_a_block(geometry, most)
@@ -655,7 +655,7 @@ class _Paths:
     number = PATHS
 
     @classmethod
-    def of(cls, tables: Tables, geometry: CodedGeometry, labels: Tensor | None, free: Tensor) -> _Paths:
+    def of(cls, tables: Tables, geometry: CodedGeometry, tensors: dict[str, Tensor], free: Tensor) -> _Paths:
         models = []
         for k, reach in enumerate(tables.reach.tolist()):
             frequencies = tables.frequencies(k)
@@ -663,7 +663,11 @@ class _Paths:
                 first = (remainder + reach) % 4
                 part = frequencies[first::4]
                 models.append(model_of((first - reach - remainder) // 4, part) if len(part) else ContextModel(0, None))
-        return cls(models, subsets_of(free).numpy(), [rows.numpy() for rows in _rows_by_class(geometry, labels)])
+        subsets, labels = subsets_of(free), tensors.get("labels")
+        if subsets.shape != geometry.shape:
+            rows, columns = _on_paths(geometry, tensors)
+            subsets = zero_matrix(*geometry.shape, torch.uint8).index_put_((rows.unsqueeze(1), columns), subsets)
+        return cls(models, subsets.numpy(), [rows.numpy() for rows in _rows_by_class(geometry, labels)])
 
     def groups(self, layout: PackedLayout, contexts: Tensor, label: int, rows: slice) -> _Groups:
         """Integers of one context and subset together."""
@@ -685,19 +689,28 @@ def _rows_by_class(geometry: CodedGeometry, labels: Tensor | None) -> list[Tenso
     return [(labels == label).nonzero().squeeze(1) for label in range(len(geometry.classes))]
 
 
-def _bit_blocks(geometry: CodedGeometry, most: int) -> list[tuple[int, int]]:
-    """The rows a..b of each block of free bits."""
-    n, many = geometry.shape[0], _rows_a_block(geometry, most)
-    return [(a, min(a + many, n)) for a in range(0, n, many)]
+def _on_paths(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows and columns that paths run through, ascending: those that have bits."""
+    live = tensors["bits"] > 0
+    labels = tensors.get("labels", torch.zeros(geometry.shape[0], dtype=torch.uint8))
+    return live.any(1)[labels.to(torch.int64)].nonzero().squeeze(1), live.any(0).nonzero().squeeze(1)
 
 
-def _read_free_bits(head: Reader, body: Reader, geometry: CodedGeometry, most: int) -> Tensor:
-    """(n, d) uint8."""
+def _bit_blocks(rows: int, geometry: CodedGeometry, most: int) -> list[tuple[int, int]]:
+    """The rows a..b of each block of free bits, which so many rows have."""
+    many = _rows_a_block(geometry, most)
+    return [(a, min(a + many, rows)) for a in range(0, rows, many)]
+
+
+def _read_free_bits(
+    head: Reader, body: Reader, geometry: CodedGeometry, tensors: dict[str, Tensor], most: int
+) -> Tensor:
+    """Of the rows and columns on paths, uint8."""
     if geometry.basis != "diagonal":
         raise damaged("paths through a matrix of axes")
-    n, d = geometry.shape
+    n, d = map(len, _on_paths(geometry, tensors))
     free = zero_matrix(n, d, torch.uint8)
-    for a, b in _bit_blocks(geometry, most):
+    for a, b in _bit_blocks(n, geometry, most):
         (checksum,) = head.get("<I")
         plain = body.take((b - a) * -(-d // 8))
         if crc32([plain]) != checksum:
@@ -708,7 +721,7 @@ def _read_free_bits(head: Reader, body: Reader, geometry: CodedGeometry, most: i
 
 
 def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: Tables) -> Tensor | None:
-    """The free bits (n, d) of integers that follow paths, where that takes fewer bytes."""
+    """The free bits of integers that follow paths, of the rows and columns on them, where that takes fewer bytes."""
     if geometry.basis != "diagonal":
         return None
     n, d = geometry.shape
@@ -718,6 +731,11 @@ def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: T
         for part in stripes(rows.unsqueeze(1).expand(-1, d)):
             levels[rows[part]] = unpack(geometry.part(tensors["codes"], c)[part], layout)
             contexts[rows[part]] = tensors["contexts"][c]
+    on_paths = _on_paths(geometry, tensors)
+    if (n, d) != (size := tuple(map(len, on_paths))):
+        if 0 in size:
+            return None
+        levels, contexts = (permuted(of, *on_paths, of.dtype) for of in (levels, contexts))
     free = free_bits(levels)
     return free if free is not None and pays(levels, contexts, tables) else None
 

@@ -151,14 +151,14 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 
 def permuted(matrix: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """``matrix`` (n, d) with ``rows`` (n,) and ``columns`` (d,) in these orders, in memory of its own.
+    """The ``rows`` and ``columns`` of ``matrix``, all or some, in these orders and in memory of its own.
 
     >>> permuted(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([1, 0]), torch.tensor([2, 0, 1]), torch.int16)
     tensor([[6, 4, 5],
             [3, 1, 2]], dtype=torch.int16)
     """
-    made = room_like(matrix, dtype)
-    for part in stripes(matrix):
+    made = zero_matrix(len(rows), len(columns), dtype, matrix.device)
+    for part in stripes(made):
         made[part] = matrix[rows[part]][:, columns]
     return made
 

@@ -61,6 +61,7 @@ _LISTED = 64
 _ROUNDED = 2**24
 """Numbers that are rounded together where rows are not coupled."""
 _NOTHING = torch.empty(0)
+_NONE = torch.empty(0, dtype=torch.int64)
 _BLOCK = 384
 """Rows and columns that are rounded by vector operations before their errors go on by products of matrices."""
 
@@ -74,18 +75,21 @@ class MetricSide:
         scale: (k,) float64, the diagonal of the factor, in the order of the matrix.
         couplings: (k, k) rows of the factor over their diagonal, in the order of rounding and without the diagonal:
             strictly lower triangular. None: nothing is coupled.
+        alone: (m,) int64, what is coupled with nothing, where others are coupled.
     """
 
     order: Tensor
     scale: Tensor
     couplings: Tensor | None
+    alone: Tensor = _NONE
 
 
 def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bool = True) -> MetricSide:
     """The factor of a Gram (k, k), of a diagonal (k,), or of the identity. A Gram of zeros counts as the identity.
 
     Args:
-        damping: share of a Gram's mean diagonal that is added to its diagonal; nothing is added to a diagonal alone.
+        damping: share of a Gram's mean diagonal that is added to its diagonal; nothing is added where nothing is
+            coupled, as at an input that was always 0: no error can cancel there.
         ordered: False: rounded in the order of the matrix, which paths follow.
 
     Raises:
@@ -106,12 +110,13 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
         raise KflatsError("a metric has a negative diagonal", cause="it is no Gram matrix")
     if not bool(gram.any()):
         return side_of(None, size)
-    if gram.ndim == 1 or not _couples(gram):
+    coupled = _coupled(gram) if gram.ndim == 2 else _NOTHING
+    if not bool(coupled.any()):
         return MetricSide(natural, diagonal.sqrt(), None)
     order = torch.argsort(diagonal, stable=True) if ordered else natural
     most_first = order.flip(0)
     mean = float(diagonal.mean())
-    added = diagonal[most_first] + damping * mean
+    added = diagonal[most_first] + damping * mean * coupled[most_first]
     for power in range(_JITTERS):
         # One matrix in memory: the Gram in the order of the factor, which becomes the factor, and then the couplings.
         factor = permuted(gram.T, most_first, most_first, torch.float64)
@@ -122,16 +127,28 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
             scale = torch.empty(size, dtype=torch.float64)
             scale[most_first] = pivots
             turn_(factor.div_(pivots.unsqueeze(1)))
-            return MetricSide(order, scale, factor.tril_(-1))
+            return MetricSide(order, scale, factor.tril_(-1), (~coupled).nonzero().squeeze(1))
         del factor  # before the next one is made
     raise KflatsError("a metric is no Gram matrix", cause="one of its directions has a negative weight")
 
 
-def _couples(gram: Tensor) -> bool:
-    """Whether a number beside the diagonal is not 0."""
-    return any(
-        int(gram[part].count_nonzero()) > int(gram[part].diagonal(part.start).count_nonzero()) for part in stripes(gram)
-    )
+def counting(gram: Tensor | None, size: int) -> Tensor:
+    """(k,) int64, ascending: which rows of a Gram (size, size), or entries of a diagonal (size,), are not all zeros.
+    The others count nothing. All, if there is no Gram, or one of zeros, which counts as the identity.
+
+    >>> counting(torch.tensor([[2.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 2.0]]), 3).tolist()
+    [0, 2]
+    """
+    if gram is None or not bool(gram.any()):
+        return torch.arange(size)
+    rows = gram.unsqueeze(1) if gram.ndim == 1 else gram
+    return torch.cat([rows[part].any(1) for part in stripes(rows)]).nonzero().squeeze(1)
+
+
+def _coupled(gram: Tensor) -> Tensor:
+    """(k,) bool, which rows have a number beside the diagonal that is not 0."""
+    counts = torch.cat([gram[part].count_nonzero(1) for part in stripes(gram)])
+    return counts > (gram.diagonal() != 0)
 
 
 @dataclass(frozen=True)

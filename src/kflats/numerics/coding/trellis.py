@@ -13,7 +13,8 @@ with eight states (IEEE Trans. Inform. Theory 28, 1982), written without feedbac
 once, by additions alone.
 
 Paths run along anti-diagonals of a matrix, from the upper right to the lower left, within blocks of 384 x 384: with
-error feedback on both sides, entries of an anti-diagonal do not depend on each other. A path begins in state 0.
+error feedback on both sides, entries of an anti-diagonal do not depend on each other. A path begins in state 0. Rows
+and columns of zeros are left out: paths run as if there were only the others.
 """
 
 from __future__ import annotations
