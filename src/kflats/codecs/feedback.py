@@ -81,6 +81,10 @@ they save: ``benchmarks/few_bits.py``. From .5 bits on this was seen in small ma
 _LITTLE = 0.25
 """Mean square, in steps of a grid, of numbers that cost more bits than they save: what is coupled with nothing and has
 no more becomes zeros. Prices do that on a grid; on paths even a zero takes a bit."""
+_SMALL_MATRIX = 2**14
+"""Numbers of a matrix up to which they are rounded to the nearest too at every size: in so few, prices may by chance
+lose more than they save. In larger ones they save more where both ways differ at all (``test_prices_pay``), and a
+second search takes as long as the first."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
 _TOGETHER, _TOGETHER_BYTES = 4, 3 * 2**25
@@ -107,11 +111,12 @@ class Feedback(Codec):
 
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
     both. One number c sets the rate. Rounding counts error and bits together; below .75 bits a number it is also tried
-    to the nearest and by the first prices, and the least error is kept. Values are the means of their intervals; the
-    integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a step
-    (to an eighth of an octave), and a step for each class of rows. From 1.4 to 12 bits a number, and from 32 rows and
-    columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From 2.3
-    bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for these.
+    to the nearest and by the first prices, and the least error is kept; matrices of up to 16,384 numbers are tried to
+    the nearest at all rates. Values are the means of their intervals; the integers are entropy coded. Beside them a
+    file holds distributions, for each column which one it follows and a step (to an eighth of an octave), and a step
+    for each class of rows. From 1.4 to 12 bits a number, and from 32 rows and columns on, integers follow paths of a
+    trellis (``numerics.coding.trellis``) where that leaves less error. From 2.3 bits on, integers rounded one by one
+    are tried only if paths do not clearly lose less than was guessed for these.
 
     Rows and columns that count nothing, as inputs that were always 0, become zeros. Those that are coupled with none,
     and count little, become zeros where that costs less than their bits.
@@ -211,27 +216,8 @@ class Feedback(Codec):
             guess, how = _guessed(source, problem.nbytes, dtype)
 
         def on_grid(source: _Source) -> _Search[_Code]:
-            best: _Code | None = None
-            refused: DoesNotFitError | None = None
-            for times in (2, 1, 0) if 8 * problem.nbytes < _FEW_BITS * source.matrix.numel() else (2,):
-                c, design = (best or guess).c, partial(source.rounding, times=times)
-                try:
-                    code = yield from _at_size(
-                        source,
-                        problem.nbytes,
-                        dtype,
-                        c,
-                        how if times == 2 else design(source.likely(c, dtype), dtype),  # no name here keeps it
-                        design,
-                    )
-                except DoesNotFitError as error:
-                    refused = refused or error.with_traceback(None)  # which would keep what was tried
-                    continue
-                best = min(best or code, code, key=lambda each: each.error)
-            if best is None:
-                assert refused is not None
-                raise refused
-            return best
+            designs = [partial(source.rounding, times=times) for times in source.ways(problem.nbytes)]
+            return (yield from _least(source, problem.nbytes, dtype, guess.c, how, designs))
 
         if not _takes_paths(source.matrix.shape, problem.nbytes):
             return (yield from on_grid(source))
@@ -248,7 +234,8 @@ class Feedback(Codec):
         # In the order of the matrix, paths lose more where most rows or columns hardly count.
         source = _Source.of(problem.rows, problem.weighting, self.damping, kept, paths=True)
         first = source.path_rounding(source.likely(c, dtype), dtype)
-        return (yield from _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding))
+        designs = [partial(source.path_rounding, priced=bool(times)) for times in source.ways(problem.nbytes)]
+        return (yield from _least(source, problem.nbytes, dtype, c, first, designs))
 
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
@@ -342,6 +329,12 @@ class _Source:
         size = math.sqrt(total / (n * d))
         return cls(shape, kept, matrix, rows, columns, labels, row_steps, column_steps, longest.log2(), size)
 
+    def ways(self, budget: int) -> tuple[int, ...]:
+        """How often prices are taken, as ``rounding`` says, in each of the codes of ``budget`` bytes that are tried."""
+        if 8 * budget < _FEW_BITS * self.matrix.numel():
+            return 2, 1, 0
+        return (2, 0) if self.matrix.numel() <= _SMALL_MATRIX else (2,)
+
     def worth(self, c: float) -> _Places:
         """What of ``kept`` is worth its bits at ``c``: all that is coupled, and what is large enough."""
         kept = list[Tensor]()
@@ -403,9 +396,10 @@ class _Source:
             how = Rounding.priced(self._quantizer(how, targets, dtype), self.labels)
         return how
 
-    def path_rounding(self, targets: Tensor, dtype: torch.dtype) -> PathRounding:
+    def path_rounding(self, targets: Tensor, dtype: torch.dtype, *, priced: bool = True) -> PathRounding:
         """The same along paths. The nearest integers have nearly the distribution of those that will be chosen."""
-        return PathRounding.priced(self._quantizer(Rounding.plain(targets.shape), targets, dtype), self.labels)
+        design = PathRounding.priced if priced else PathRounding.nearest
+        return design(self._quantizer(Rounding.plain(targets.shape), targets, dtype), self.labels)
 
     def _quantizer(self, how: Rounding, targets: Tensor, dtype: torch.dtype) -> Quantizer:
         quantizer = designed(Rounded(how.levels(targets), targets), self.labels)
@@ -542,6 +536,38 @@ def _at_size(
             cause=f"its distributions and steps alone take about {code.nbytes:,} bytes",
             hint="a larger budget",
         )
+    return best
+
+
+def _least(
+    source: _Source,
+    budget: int,
+    dtype: torch.dtype,
+    c: float,
+    how: Rounding | PathRounding,
+    designs: Sequence[Callable[[Tensor, torch.dtype], Rounding | PathRounding]],
+) -> _Search[_Code]:
+    """The code of least error of those that ``_at_size`` finds by each of ``designs``, the first from ``how`` on."""
+    best: _Code | None = None
+    refused: DoesNotFitError | None = None
+    for number, design in enumerate(designs):
+        try:
+            code = yield from _at_size(
+                source,
+                budget,
+                dtype,
+                c,
+                design(source.likely(c, dtype), dtype) if number else how,  # no name here keeps it
+                design,
+            )
+        except DoesNotFitError as error:
+            refused = refused or error.with_traceback(None)  # which would keep what was tried
+            continue
+        best = min(best or code, code, key=lambda each: each.error)
+        c = best.c
+    if best is None:
+        assert refused is not None
+        raise refused
     return best
 
 

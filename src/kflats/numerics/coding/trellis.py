@@ -134,6 +134,12 @@ class PathRounding:
         return cls(torch.zeros(1, dtype=torch.int16).expand(shape), zero[0], zero)
 
     @classmethod
+    def nearest(cls, quantizer: Quantizer, labels: Tensor) -> PathRounding:
+        """The nearest path, with the values of ``quantizer``, which is as for ``priced``."""
+        contexts = rows_at(labels, quantizer.contexts.to(torch.int16))
+        return cls(contexts, quantizer.shrink, torch.zeros(len(quantizer.shrink), 1))
+
+    @classmethod
     def priced(cls, quantizer: Quantizer, labels: Tensor) -> PathRounding:
         """The best path by squared steps and ``PATH_TRADE`` times the bits together.
 
