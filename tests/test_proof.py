@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kflats.common.errors import KflatsError
 from kflats.compress import pipeline
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluation import outputs
+from kflats.evaluation import proof as proof_module
 from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
 from kflats.evaluation.proof import Footprint, Proof, compare, footprint
@@ -600,6 +602,66 @@ def test_an_interrupted_proof_leaves_the_folder_whole(
     assert f"kflats compare {folder} {out} --card" in done.stderr.replace("\n", "")
     assert Report.load(out).proof is None
     assert compare(folder, out, TEXTS, turns=1).outputs.loss > 0
+
+
+def test_where_both_models_do_not_fit_into_memory_one_line_says_so_in_place_of_a_proof(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is whole, and the command that the line names makes the proof good."""
+    original = (folder / "model.safetensors").stat().st_size
+
+    def compressed(out: Path, memory: float) -> str:
+        monkeypatch.setattr(pipeline, "available_bytes", lambda: round(memory))
+        done = CliRunner().invoke(app, ["compress", str(folder), "--keep", "40%", "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        return done.stderr.replace("\n", "")
+
+    out = tmp_path / "small"
+    said = compressed(out, 3 * original)
+    assert "no proof: comparing takes" in said
+    assert f"kflats compare {folder} {out} --card, on a machine with more memory" in said
+    assert Report.load(out).proof is None
+    assert "Not measured yet" in (out / CARD).read_text()
+    note_proof(out, compare(folder, out, TEXTS, turns=1, fresh=False))
+    assert Report.load(out).proof is not None
+
+    given = compare(folder, out, TEXTS, turns=1, fresh=False)
+    monkeypatch.setattr(pipeline, "compare", lambda *_, **__: given)
+    assert "no proof" not in compressed(tmp_path / "enough", 6 * original)
+    assert Report.load(tmp_path / "enough").proof is not None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_in_the_proof_leaves_the_folder_whole(
+    error: Exception, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "compare", fail)
+    with pytest.warns(UserWarning, match="no proof: memory ran out while the models were compared"):
+        report = compress_folder(folder, tmp_path / "out", keep="40%", quiet=True, proof=True)
+    assert report == Report.load(tmp_path / "out")
+
+
+def test_the_models_are_let_go_of_before_fresh_processes_load_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, alive = list[weakref.ref[torch.nn.Module]](), list[bool]()
+
+    def load(path: Path) -> torch.nn.Module:
+        model: torch.nn.Module = load_model(path)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def measured(_: Path) -> Footprint:
+        alive.extend(one() is not None for one in loaded)
+        return Footprint(None, 1.0)
+
+    monkeypatch.setattr(proof_module, "load_model", load)
+    monkeypatch.setattr(proof_module, "footprint", measured)
+    compare(folder, folder, TEXTS, turns=1)
+    assert alive == [False] * 4
 
 
 @pytest.mark.slow

@@ -186,6 +186,15 @@ def test_a_quality_beside_a_size_is_refused(other: dict[str, str], tmp_path) -> 
         kflats.compress_folder(tmp_path / "none", tmp_path / "out", quality=0.9, **other)
 
 
+def test_a_quality_of_a_model_that_memory_cannot_hold_is_refused(tiny_folder, tmp_path, monkeypatch) -> None:
+    """Before it is measured; a share to keep is still supported."""
+    monkeypatch.setattr(pipeline, "available_bytes", lambda: weight_file_bytes(tiny_folder))
+    with pytest.raises(KflatsError, match=r"a quality is not supported with a model of .* in .* of memory"):
+        kflats.compress_folder(tiny_folder, tmp_path / "out", quality=0.9, proof=False, quiet=True)
+    assert not (tmp_path / "out").exists()
+    kflats.compress_folder(tiny_folder, tmp_path / "out", keep="60%", proof=False, quiet=True)
+
+
 @pytest.mark.slow
 def test_folders_keep_the_quality_that_was_asked_for(tiny_folder, tmp_path) -> None:
     sizes = []

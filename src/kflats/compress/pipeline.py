@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import warnings
@@ -10,13 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from safetensors import safe_open
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, check_seed
-from kflats.common.machine import available_bytes, return_memory_when_freed
+from kflats.common.formatting import share
+from kflats.common.formatting import size as shown_size
+from kflats.common.machine import available_bytes, is_out_of_memory, return_memory_when_freed
 from kflats.common.paths import expanded
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
@@ -53,7 +57,7 @@ from kflats.io.sources import (
 from kflats.io.static import StaticModel
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_, warn_without_effect
-from kflats.model.weights import Weight, factored_layers, held_matrices
+from kflats.model.weights import Weight, compute_dtype, factored_layers, held_matrices
 from kflats.numerics.large_matrices import all_finite, large_matrices_in
 from kflats.numerics.svd import forget_metric
 from kflats.planning.calibration_data import CalibrationData, gather, needed
@@ -71,6 +75,8 @@ Calibration: TypeAlias = Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any
 
 _MANY, _ROOM = 8, 4_000_000_000
 """Memory is given back as soon as it is free, unless a folder fits into it so many times, and it has so many bytes."""
+_MODELS = 0.75
+"""The share of the memory that models may take which are run whole; outputs, libraries and the system take the rest."""
 _SHARD, _SHARD_BYTES = "5GB", 5_000_000_000  # of one weight file, as the hub's largest models have them
 _SHARD_HEADER = 256  # bytes of a header but for its tensors
 
@@ -208,7 +214,8 @@ def compress_folder(
         force: replace an existing folder that kflats wrote and nobody changed since.
         quiet: show no progress and no notes.
         proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
-            report and its card. The folder is whole before: interrupted, it lacks the proof alone.
+            report and its card. The folder is whole before: interrupted, it lacks the proof alone. Where both models do
+            not fit into memory, a warning says so in place of the proof.
         eval_texts: to compare on. None: texts that were held out, or the sentences of the package.
         workers: who divide measuring, planning and fitting (docs/scale.md); each of them makes the same call. All of
             them get the report; the first writes the folder, whose bytes do not depend on how many they are.
@@ -216,8 +223,8 @@ def compress_folder(
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
             disk, a folder without a model; ``prepared`` by another model or other data; ``eval_texts`` or
-            ``run_as="auto"`` without a proof; ``score`` with a quality; ``trim`` with a plan, statistics or batches of
-            ids, or of a static model.
+            ``run_as="auto"`` without a proof; ``score`` with a quality; a quality of a model of which memory holds no
+            copy; ``trim`` with a plan, statistics or batches of ids, or of a static model.
     """
     check_seed(seed)
     check_quality(quality, keep or plan, size)
@@ -252,6 +259,9 @@ def compress_folder(
         if mapped and (trim is not None or quality is not None):
             data.trial(model)  # before it is run unwatched: a write into a mapped weight would end the process
         files, trimmed = _FileBytes.of(folder, model), None
+        if quality is not None:
+            _check_copy(files.loaded)
+        whole = _Whole(files.loaded, compute_dtype(model))
         if trim is not None:
             width = files.loaded_width(folder, model)
             trimmed = trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
@@ -327,7 +337,7 @@ def compress_folder(
         report.save(aside / REPORT_FILE)
         used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
         _write_card(folder, aside, report, used, hub_name(source))
-    return _proved(report, folder, out, source, judged, run_as, quiet) if proof else report
+    return _proved(report, whole, folder, out, source, judged, run_as, quiet) if proof else report
 
 
 def plan_folder(
@@ -438,6 +448,7 @@ def _write_card(folder: Path, aside: Path, report: Report, used: Sequence[str], 
 
 def _proved(
     report: Report,
+    whole: _Whole,
     folder: Path,
     out: str | os.PathLike[str],
     source: str | os.PathLike[str],
@@ -446,18 +457,58 @@ def _proved(
     quiet: bool,
 ) -> Report:
     """The report with the comparison of both folders, which is written into the new one; without it, if that fails."""
+    command = f"kflats compare {source} {os.fspath(out)} --card"
+    elsewhere = f"{command}, on a machine with more memory"
     try:
+        needs, there = whole.compared(run_as) + weight_file_bytes(out), available_bytes()
+        if needs > _MODELS * there:
+            raise KflatsError(
+                f"comparing takes {shown_size(needs)} for models, and of {shown_size(there)} of memory "
+                f"{share(_MODELS)} are for them",
+                cause="both models are run as a whole",
+                hint=elsewhere,
+            )
         if run_as == "auto":
             settle_form_(folder, out, judged, quiet=quiet)
+            gc.collect()  # its models, which hold methods of their own
         proof = compare(folder, out, judged, quiet=quiet)
         note_proof(out, proof)
     except KeyboardInterrupt:
-        command = f"kflats compare {source} {os.fspath(out)} --card"
         raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
     except KflatsError as error:
         warnings.warn(KflatsWarning(f"no proof: {error}"), stacklevel=3)
         return report
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        full = KflatsError("memory ran out while the models were compared", hint=elsewhere)
+        warnings.warn(KflatsWarning(f"no proof: {full}"), stacklevel=3)
+        return report
     return replace(report, proof=proof)
+
+
+def _check_copy(loaded: int) -> None:
+    """Refuse a quality of a model of ``loaded`` bytes of which no copy fits into memory."""
+    there = available_bytes()
+    if loaded > _MODELS * there:
+        raise KflatsError(
+            f"a quality is not supported with a model of {shown_size(loaded)} in {shown_size(there)} of memory",
+            cause="each size is judged by running a copy of the model as a whole",
+            hint='size="30%", or another size: that needs no copy',
+        )
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The original as it is loaded: its bytes and the type that it computes in."""
+
+    nbytes: int
+    dtype: torch.dtype
+
+    def compared(self, run_as: RunAs) -> int:
+        """Bytes of it and its copies while it is compared with what was made of it, codes apart: itself and the decoded
+        model; while a float32 one is copied to be timed in bfloat16, the copy; with "auto" two to time forms with."""
+        return self.nbytes * (4 if run_as == "auto" else 3 if self.dtype == torch.float32 else 2)
 
 
 @dataclass(frozen=True)

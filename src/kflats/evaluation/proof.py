@@ -6,6 +6,7 @@ peak after all imports. Loading, decoding and the first run are counted; Python,
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import number, plain, progress_bar, share, size, table, visible
+from kflats.common.formatting import Update, number, plain, progress_bar, share, size, table, visible
 from kflats.common.release import needed
 from kflats.common.run_forms import FormLoss
 from kflats.common.schema import decode
@@ -243,21 +244,8 @@ def compare(
     """
     folders = [resolve_model(os.fspath(folder)) for folder in (original_folder, compressed_folder)]
     with progress_bar(quiet=quiet) as update:
-        update("proof: outputs", 0, 4)
-        models, judge, own = _judged(folders, texts)
-        original, compressed = models
-        outputs = judge(compressed, own)
-        forms = form_losses(judge, compressed, own, outputs)
-        update("proof: time", 1, 4)
-        contestants = [TorchModel("original", original)]
-        if compute_dtype(original) == torch.float32:
-            contestants.append(TorchModel(_BFLOAT16, original, torch.bfloat16))
-        contestants.append(TorchModel(_COMPRESSED, compressed))
-        drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
-        timed, reasons = list[Latency](), {"a static model": _STATIC}
-        if not isinstance(original, StaticModel):
-            text = judge.text if len({_vocabulary(model) for model in models}) == 1 else None
-            timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS, text=text)
+        outputs, forms, timed, untimed = _run_here(folders, texts, turns, update)
+        gc.collect()  # the models, which hold methods of their own: each fresh process takes the memory of one
         footprints = None
         if fresh:
             update("proof: memory", 2, 4)
@@ -265,8 +253,29 @@ def compare(
             update("proof: memory", 3, 4)
             footprints = first, footprint(folders[1])
     files = weight_file_bytes(folders[0]), weight_file_bytes(folders[1])
-    untimed = tuple(f"{name}: {why}" for name, why in reasons.items())
-    return Proof(outputs, files, footprints, tuple(timed), untimed, forms)
+    return Proof(outputs, files, footprints, timed, untimed, forms)
+
+
+def _run_here(
+    folders: Sequence[Path], texts: Sequence[str] | None, turns: int, update: Update
+) -> tuple[Outputs, tuple[FormLoss, ...], tuple[Latency, ...], tuple[str, ...]]:
+    """What both models give, what forms lose, times, and why some are missing; the models are let go of."""
+    update("proof: outputs", 0, 4)
+    models, judge, own = _judged(folders, texts)
+    original, compressed = models
+    outputs = judge(compressed, own)
+    forms = form_losses(judge, compressed, own, outputs)
+    update("proof: time", 1, 4)
+    contestants = [TorchModel("original", original)]
+    if compute_dtype(original) == torch.float32:
+        contestants.append(TorchModel(_BFLOAT16, original, torch.bfloat16))
+    contestants.append(TorchModel(_COMPRESSED, compressed))
+    drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
+    timed, reasons = list[Latency](), {"a static model": _STATIC}
+    if not isinstance(original, StaticModel):
+        text = judge.text if len({_vocabulary(model) for model in models}) == 1 else None
+        timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS, text=text)
+    return outputs, forms, tuple(timed), tuple(f"{name}: {why}" for name, why in reasons.items())
 
 
 def settle_form_(
