@@ -354,6 +354,33 @@ def test_layer_by_layer_is_the_same_to_the_bit(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("dtype", "layered"), [(torch.float16, True), (torch.float32, False)])
+def test_a_float16_model_that_is_large_in_float32_is_measured_layer_by_layer(
+    dtype: torch.dtype, layered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sums of all weights fit into memory together."""
+    model = ARCHITECTURES["llama"].make(False).to(dtype)
+    weights, needs, runs = find_weights(model), frozenset({"row_fisher"}), list[int]()
+    whole = measure(model, weights, batches(), needs=needs, quiet=True)
+    run_layer = layers.Chain._run_layer
+    monkeypatch.setattr(layers.Chain, "_run_layer", lambda self, k, trace: runs.append(k) or run_layer(self, k, trace))
+    most = 2 * sum(Accumulator.nbytes(weight, needs) for weight in weights)
+    assert most < 4 * sum(p.numel() for p in model.parameters())
+    assert_same_statistics(whole, measure(model, weights, batches(), needs=needs, memory_bytes=most, quiet=True))
+    assert set(runs) == ({0, 1} if layered else set())
+
+
+def test_gram_matrices_on_disk_take_the_bytes_that_docs_scale_states(tmp_path: Path) -> None:
+    """8 (n^2 + d^2) of each linear layer, of a layer of more than 16,384 outputs 8 (n^2 + d)."""
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 16_385))
+    needs = frozenset({"input_gram", "output_gram"})
+    found = measure(model, find_weights(model), [{"input": torch.randn(4, 24)}], needs=needs, quiet=True)
+    found.save(tmp_path / "statistics")
+    stated = 8 * (24**2 + 40**2) + 8 * (40**2 + 16_385)
+    taken = sum(tensor.nbytes for tensor in mapped_tensors(tmp_path / "statistics").values())
+    assert taken == stated + 8 * (24 + 40)  # and the means of inputs
+
+
 @pytest.mark.parametrize(("count", "dtype"), crossed([2, 4], [torch.float32, torch.float16]))
 def test_several_workers_measure_layer_by_layer_too(
     count: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

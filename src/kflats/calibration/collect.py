@@ -85,7 +85,8 @@ def measure(
     alone, it is the reads plus the mean square of the hidden states.
 
     A float16 model is float32 meanwhile, and float16 autocast is off: gradients of single samples would underflow or
-    overflow float16.
+    overflow float16. Where it takes more than ``memory_bytes`` in float32, it is measured layer by layer too, if it is
+    such a chain: then one layer at a time is float32, and what is outside of the layers.
 
     Samples are summed in blocks of 64 (``BLOCK``), each block alone; block sums are added in the order of the samples
     (``measurements.merge``). The bits of the statistics do not depend on which process sums a block.
@@ -132,8 +133,11 @@ def measure(
         return _groups(some, wanted, room, copies, refuse=memory_bytes is not None)
 
     several = len(list(groups(weights))) > 1
+    # Of layers in float16 one at a time is float32, if it is measured layer by layer.
+    widened = 4 * sum(p.numel() for p in model.parameters() if p.dtype == torch.float16)
     # A decoder's layers read which tokens the encoder was given, which is known while the encoder runs.
-    layers = longest_list(model) if several and not is_encoder_decoder(model) else ()
+    chained = (several or widened > room) and not is_encoder_decoder(model)
+    layers = longest_list(model) if chained else ()
     spill = None if scratch is None or not several else Spill(scratch)
     # Of the blocks whose sums this worker takes (``Workers.gathered``) the inputs of layers go to its disk.
     own = {index: blocks[index] for place, index in enumerate(blocks) if place % workers.count == workers.rank}
