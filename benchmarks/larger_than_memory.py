@@ -198,6 +198,11 @@ kflats.compress_(model, plan, quiet=True)
 model.save_pretrained(out)
 """
 """What the command does with a folder, by a model in memory."""
+_MEASURED = """
+
+`KeepDense` in `int4 64` with `KroneckerFisher()`, measured with 16 texts of 120 words; a vocabulary of 4,096 words.
+"same bytes" compares the run without a limit with the one under it."""
+"""What is said of "measured"."""
 
 
 def main() -> None:
@@ -269,7 +274,8 @@ def main() -> None:
             lines.append(line)
             print(line, flush=True)
     title = "The memory and time to compress a folder that is larger than memory"
-    publish(title, f"{table(lines)}\n\ntransformers imports too: {imported_too(options.python)}", options)
+    note = _MEASURED if options.measured else ""
+    publish(title, f"{table(lines)}\n\ntransformers imports too: {imported_too(options.python)}{note}", options)
 
 
 if __name__ == "__main__":
