@@ -4,9 +4,10 @@ What a good engineer has without kflats' own layer codes, at its best. all-MiniL
 windows that kflats measures with, no labels, no fine-tuning. Layers are rounded by GPTQ one after another: inputs are
 measured behind the layers that are coded already, columns go in order of activation, the mean's error goes into the
 bias. Each output has one step, by the squared gradients of its weights, and one number sets the size of all layers.
-Their integers lie in kflats' own streams, with its contexts; tables are kflats' codes. Where one number was to be
-chosen (damping, how much steps follow gradients between layers, from where on numbers are rounded up, the bytes of the
-token table), it was chosen for GPTQ, on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
+Their integers lie in kflats' own streams, with its contexts; tables are kflats' codes. What was to be chosen was chosen
+for GPTQ, on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid): damping, how much steps follow gradients
+between layers, from where on numbers are rounded up, whether integers are decoded to the means of their intervals, and
+the bytes of the token table.
 
 "int4": GPTQ in groups of 64 with a 16-bit scale each and no entropy coder, in arithmetic of 4.25 bits a number; the
 scales are those of least squared error, and tables are rounded in the same groups to 4 or 8 bits.
@@ -23,7 +24,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,13 @@ from kflats.planning.calibration_data import CalibrationData
 CLASSES = 32
 LEAST = 1e-3
 """Outputs of less importance, as a share of the layer's mean, count as much."""
-TRIED: dict[str, tuple[float, ...]] = {"damping": (0.01, 0.05), "power": (1.0, 0.5), "up": (0.5, 0.55)}
-SHARES = (1.0, 0.8, 1.25)
+TRIED: dict[str, tuple[float, ...]] = {
+    "damping": (0.01, 0.05, 0.1, 0.2, 0.3, 0.5),
+    "power": (1.0, 0.5),
+    "up": (0.5, 0.55),
+    "means": (0.0, 1.0),
+}
+SHARES = (1.0, 0.8, 0.65, 0.5, 1.25)
 """Bytes of the token table, as multiples of those that kflats gives it."""
 
 
@@ -63,11 +69,14 @@ SHARES = (1.0, 0.8, 1.25)
 class Settings:
     """``damping``: share of the Gram's mean diagonal. ``power``: of a layer's squared gradients in its importance, 1
     the loss to second order, 0 the relative error of each layer. ``up``: the part of a step from which on numbers are
-    rounded up. ``share``: bytes of the token table, as a multiple of kflats'."""
+    rounded up. ``means``: 1 where integers are decoded nearer to zero, by an offset for each context of the coder that
+    makes the layer's squared error least; 0 where they stand for themselves. ``share``: bytes of the token table, as a
+    multiple of kflats'."""
 
     damping: float = 0.01
     power: float = 1.0
     up: float = 0.5
+    means: float = 0.0
     share: float = 1.0
 
 
@@ -183,15 +192,21 @@ class Rival:
         steps = (number * (-sums / torch.bincount(labels) / 2).exp2()).to(torch.float32)
         levels = gptq(weight, factor, steps[labels].unsqueeze(1), settings.up, 2**14 - 2)
         contexts = designed(Rounded(levels.to(torch.int16), levels), labels).contexts
+        shrink = torch.zeros(int(contexts.max()) + 1)
+        if settings.means:
+            own = contexts[labels].to(torch.int64)
+            shrink = offsets(weight, levels, steps[labels].unsqueeze(1), own, gram, counts.sqrt().unsqueeze(1))
+        else:
+            own = torch.zeros_like(levels, dtype=torch.int64)
         matrix = from_integers(
             [levels[labels == label].to(torch.int16) for label in range(len(steps))],
             labels,
             steps,
             contexts=contexts.to(torch.uint8),
-            shrink=torch.zeros(int(contexts.max()) + 1),
+            shrink=shrink,
             column_steps=torch.zeros(weight.shape[1], dtype=torch.int8),
         )
-        decoded = levels * steps[labels].unsqueeze(1)
+        decoded = (levels - levels.sign() * shrink[own]) * steps[labels].unsqueeze(1)
         made[name] = Coded(matrix, (weight - decoded) @ mean, stored_bytes(matrix))
         return decoded, made[name].shift
 
@@ -227,6 +242,22 @@ class Rival:
     def int4(self, bits: int) -> tuple[Any, int]:
         """The usual 4 bits of layers with tables of ``bits``, and the bytes of its numbers and scales."""
         return in_four_bits(self.original, self.batches, bits)
+
+
+def offsets(weight: Tensor, levels: Tensor, steps: Tensor, of: Tensor, gram: Tensor, counts: Tensor) -> Tensor:
+    """(contexts,) how far towards zero integers are decoded: least squares of the layer's error under its Gram.
+
+    Args:
+        weight, levels: (out, in). steps: (out, 1). of: (out, in) the context of each integer. counts: (out, 1) roots of
+            what the squared error of an output counts.
+    """
+    moved = [(levels.sign() * (of == k) * steps * counts).to(torch.float32) for k in range(int(of.max()) + 1)]
+    wide = gram.to(torch.float32)
+    error, seen = (levels * steps - weight) * counts, [part @ wide for part in moved]
+    system = torch.tensor([[float((a * b).sum()) for b in moved] for a in seen], dtype=torch.float64)
+    right = torch.tensor([float((a * error).sum()) for a in seen], dtype=torch.float64)
+    # A context of zeros alone has no offset.
+    return torch.linalg.lstsq(system, right.unsqueeze(1), driver="gelsd").solution.squeeze(1).to(torch.float32)
 
 
 def file_bytes(layer: nn.Module) -> int:
@@ -316,8 +347,8 @@ def compared(texts: list[str], place: Path, options: Any) -> str:
         own = best_of(size, [replace(settings, share=share) for share in SHARES])
         theirs = kept(place, ["gptq", size, own, *about], partial(gptq_in, size, own))
         ours = kept(place, ["kflats", size, *about], partial(kflats, size))
-        shown = f"GPTQ + entropy (damping {own.damping:g}, power {own.power:g}, up {own.up:g}, share {own.share:g})"
-        lines += [row(size, shown, theirs), row(size, f"kflats --size {size}", ours)]
+        chosen = ", ".join(f"{name} {value:g}" for name, value in asdict(own).items())
+        lines += [row(size, f"GPTQ + entropy ({chosen})", theirs), row(size, f"kflats --size {size}", ours)]
         ratio: dict[str, object] = {"size": size}
         for kind in judged:
             lost = [(1 - a) / (1 - b) for a, b in zip(ours["near"][kind], theirs["near"][kind], strict=True)]

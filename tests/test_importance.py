@@ -183,6 +183,35 @@ def test_damping_moves_importance_between_columns_and_makes_none(damping):
     assert float(values[0]) >= damping / (1 + damping) * float(values.mean()) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("samples", "times"), [(0, 1.0), (4, 5.0), (40, 1.0)])
+def test_grams_of_few_samples_are_damped_more(samples: int, times: float) -> None:
+    """Of sixty neurons and four samples five times as much; the bias' row is no neuron."""
+    size, damping = 60, 0.1
+    one = torch.zeros(size + 1)
+    one[0] = one[-1] = 1.0
+    direction = torch.outer(one[:-1], one[:-1])
+    inputs = torch.outer(one, one) + torch.diag(one)
+    found = KroneckerFisher(damping=damping).weigh(
+        Measured(size, fisher_gram=inputs, output_gram=direction, columns=size, samples=samples)
+    )
+    for side in (found.left, found.right):
+        values = torch.linalg.eigvalsh(side)
+        kept = float(values[-1] - values[0])
+        assert float(values[0]) == pytest.approx(times * damping * kept / size, rel=1e-6)
+    tokens = TokenFisher(damping=damping).weigh(
+        Measured(
+            size,
+            prior=torch.ones(size),
+            counts=torch.ones(size),
+            fisher_gram=torch.ones(size),
+            output_gram=direction,
+            columns=size,
+            samples=samples,
+        )
+    )
+    assert float(tokens.right.trace()) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("importance", [InputGram(), KroneckerFisher(), KroneckerFisher(damping=0.05)])
 @pytest.mark.parametrize("noise", [3e-8, 1e-5])
 def test_inputs_that_hardly_vary_have_a_metric(importance: InputGram | KroneckerFisher, noise: float) -> None:

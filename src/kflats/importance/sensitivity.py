@@ -145,7 +145,8 @@ class KroneckerFisher(Importance):
 
     Args:
         centred: the bias, which reads a constant input, takes the part of the error that it can take.
-        damping: share of each Gram's mean diagonal that is added to its diagonal.
+        damping: share of each Gram's mean diagonal that is added to its diagonal, for directions that few samples show:
+            where a Gram has more than three rows for each sample, as many times this share (``damping_for``).
         unreached: for a weight that no gradient reached: "refuse", an error; or "uniform", every row counts the same.
 
     Choose it for linear layers: with a budget shared by loss it lost least of the closed forms on task models and the
@@ -172,17 +173,18 @@ class KroneckerFisher(Importance):
         outputs = _measured(measured.output_gram, "KroneckerFisher", "output_gram")
         if not (_reached(gram, self.unreached) and _reached(outputs, self.unreached)):
             return Weighting()
-        left, mean = self._inputs(gram)
+        left, mean = self._inputs(gram, measured.samples)
         if left.ndim == 2 and bool((left.diagonal() < 0).any()):
-            left, mean = self._inputs(_nearest_gram(gram))
+            left, mean = self._inputs(_nearest_gram(gram), measured.samples)
         if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
             return Weighting()
-        right = _damped(outputs, self.damping)
+        damping = damping_for(self.damping, len(outputs), measured.samples)
+        right = _damped(outputs, damping)
         if not _is_gram(right):
-            right = _damped(_nearest_gram(outputs), self.damping)
+            right = _damped(_nearest_gram(outputs), damping)
         return Weighting(left=left, right=right, mean=mean, loss_units=True)
 
-    def _inputs(self, gram: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _inputs(self, gram: Tensor, samples: int) -> tuple[Tensor, Tensor | None]:
         """The left metric, and the mean where it is centred."""
         if gram.ndim == 1:
             return _input_side(gram, None, None, self.damping), None
@@ -190,7 +192,20 @@ class KroneckerFisher(Importance):
         cross = wide[:-1, -1]
         # The small number leaves the bias alone where no loss depends on it, as on that of attention's keys.
         mean = cross / (max(float(wide[-1, -1]), 0.0) + _ROUNDING) if self.centred else None
-        return _input_side(wide[:-1, :-1], cross, mean, self.damping), mean
+        damping = damping_for(self.damping, len(gram) - 1, samples)
+        return _input_side(wide[:-1, :-1], cross, mean, damping), mean
+
+
+def damping_for(damping: float, size: int, samples: int) -> float:
+    """The share of its mean diagonal that is added to the diagonal of a (size, size) Gram of gradients.
+
+    Gradients of a sample often point one way at all positions. The Gram of few samples then has few directions, and a
+    method would spend all bytes on these. 0 samples: their number is unknown, and counts as enough.
+
+    >>> damping_for(0.05, 384, 512), damping_for(0.05, 1536, 32)
+    (0.05, 0.8)
+    """
+    return damping * max(1.0, size / (3 * samples)) if samples else damping
 
 
 def _check(importance: Importance, unreached: str, **shares: float) -> None:

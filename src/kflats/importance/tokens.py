@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError, check_arguments, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
-from kflats.importance.sensitivity import KroneckerFisher
+from kflats.importance.sensitivity import KroneckerFisher, damping_for
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class TokenFisher(TokenCounts):
         columns = KroneckerFisher(damping=self.damping).weigh(measured)
         rows = super().weigh(measured).left
         assert rows is not None
-        right = None if columns.right is None else columns.right / (1.0 + self.damping)
+        added = damping_for(self.damping, measured.columns, measured.samples)
+        right = None if columns.right is None else columns.right / (1.0 + added)
         return Weighting(left=rows / rows.sum(), right=right, loss_units=True)
 
 
