@@ -42,6 +42,25 @@ def test_words_mean_roles(tiny_model) -> None:
         named(model, "conv")
 
 
+@pytest.mark.parametrize("name", ["linear", "all", "lay*"])
+def test_layers_that_share_a_weight_are_named(name: str) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8), "layer_too": nn.Linear(8, 8)})
+    model["layer_too"].weight = model["layer"].weight
+    with pytest.raises(
+        KflatsError, match=r"cannot be compressed: layer, layer_too\. .*shared by several modules.*a copy"
+    ):
+        named(model, name)
+    with pytest.raises(KflatsError, match="no weights of the kind 'conv'"):
+        named(model, "conv")
+
+
+def test_a_tied_head_is_no_layer_that_shares_a_weight() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    model["head"].weight = model["words"].weight
+    with pytest.raises(KflatsError, match="no weights of the kind 'linear'"):
+        named(model, "linear")
+
+
 def test_a_table_of_positions_is_no_token_embedding() -> None:
     class Sees(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from dis import get_instructions
 from inspect import unwrap
@@ -140,6 +140,25 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
         if (found := _as_weight(users, sources) or (raw.get(one) if len(users) == 1 else None)) is not None
     ]
     return tuple(w for w in weights if _is_saved(model, w))
+
+
+def shared_layers(model: nn.Module, weights: Sequence[Weight]) -> tuple[WeightUse, ...]:
+    """The layers whose tensor other modules hold too, but those of ``weights``, which ``find_weights`` gave.
+
+    >>> model = nn.ModuleDict({"in": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
+    >>> model["out"].weight = model["in"].weight
+    >>> [layer.name for layer in shared_layers(model, find_weights(model))]
+    ['in', 'out']
+    """
+    found = {place.name for weight in weights for place in weight.places}
+    users: dict[int, dict[int, WeightUse]] = {}
+    for name, module, fused in slots(model):
+        for key, held in module._parameters.items():
+            if held is not None:
+                role = role_of(module)[0] if key == "weight" and not fused else ""
+                users.setdefault(id(held), {})[id(module)] = WeightUse(name, role)
+    several = (use for of_one in users.values() if len(of_one) > 1 for use in of_one.values())
+    return tuple(use for use in several if use.role and use.name not in found)
 
 
 def _types_read(model: nn.Module) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,10 +23,12 @@ from kflats.methods import SVD, Flats, Method
 from kflats.model.weights import (
     READ_DIRECTLY,
     Weight,
+    WeightUse,
     factored_layers,
     find_weight,
     find_weights,
     is_parameter,
+    shared_layers,
     spellings,
 )
 from kflats.planning.calibration_data import CalibrationData
@@ -316,19 +318,35 @@ def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[li
         chosen = [w for w in weights if w.places[0].role in WORDS[name]]
         if not chosen:
             kind = "" if name == "all" else f" of the kind {name!r}"
+            _check_shared(model, weights, name, lambda layer: layer.role in WORDS[name])
             raise KflatsError(
                 f"the model has no weights{kind} that can be compressed", hint="kflats inspect MODEL lists them"
             )
         return chosen, _WORD
     if not exact and any(mark in name for mark in "*?["):
-        chosen = [w for w in weights if any(fnmatchcase(place.name, path) for place in w.places for path in paths)]
+
+        def matches(place: WeightUse) -> bool:
+            return any(fnmatchcase(place.name, path) for path in paths)
+
+        chosen = [w for w in weights if any(map(matches, w.places))]
         if not chosen:
+            _check_shared(model, weights, name, matches)
             raise KflatsError(
                 f"no weight of the model matches {name!r}",
                 hint="names such as " + ", ".join(w.name for w in weights[:3]) + "; kflats inspect MODEL lists them",
             )
         return chosen, _PATTERN
     return [find_weight(model, name)], _NAME
+
+
+def _check_shared(model: nn.Module, weights: tuple[Weight, ...], name: str, meant: Callable[[WeightUse], bool]) -> None:
+    """Raise KflatsError where what is ``meant`` by a word or pattern are layers whose weight several modules share."""
+    if shared := [layer.name for layer in shared_layers(model, weights) if meant(layer)]:
+        raise KflatsError(
+            f"the weights that {name!r} means cannot be compressed: {some(shared)}",
+            cause="each of them is shared by several modules",
+            hint="a model with one module in all places of a weight, or with a copy of the weight for each module",
+        )
 
 
 def _measures(model: nn.Module, weight: Weight, data: CalibrationData) -> bool:
