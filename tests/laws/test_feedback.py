@@ -20,7 +20,7 @@ from kflats.codecs import feedback as codec
 from kflats.codecs.feedback import _Source
 from kflats.codecs.streams import PATHS, STATIC, stored_bytes
 from kflats.common.errors import DoesNotFitError, KflatsError
-from kflats.importance.protocol import Weighting, WeightingForm
+from kflats.importance.protocol import Importance, Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Factored, Problem
 from kflats.numerics.coding.feedback import (
@@ -608,6 +608,66 @@ def test_a_calibrated_layer_is_coded_saved_and_loaded(matrix_rows, bias: bool, t
         kflats.load_(fresh, tmp_path / type(recipe.codec).__name__)
         assert torch.equal(fresh(x), small(x))
     assert lost[FEEDBACK] < 0.5 * lost[Recipe(SVD(), codec=Transform())]
+
+
+def test_a_layer_of_gpt2s_kind_is_coded_as_the_linear_layer_of_its_matrix() -> None:
+    pytest.importorskip("constriction")
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    x, lost = normal(64, 48).float() + 1.0, []
+    models = [nn.Sequential(layer).requires_grad_(False) for layer in (nn.Linear(48, 40), conv1d(40, 48))]
+    models[1][0].weight.copy_(models[0][0].weight.T)
+    models[1][0].bias.copy_(models[0][0].bias)
+    expected = models[0](x)
+    asked = {"linear": Recipe(KeepDense(), KroneckerFisher(), Feedback())}
+    for model in models:
+        kflats.compress_(model, asked, keep="30%", calibration=[{"input": x}], quiet=True)
+        lost.append(float((model(x) - expected).norm()))
+    assert 0 < lost[1] < 1.2 * lost[0] < 0.01 * float(expected.norm())
+    decoded = models[1][0].matrix.dense()
+    kflats.restore_(models[1])
+    assert type(models[1][0]) is conv1d
+    assert torch.equal(models[1][0].weight, decoded)
+
+
+@pytest.mark.parametrize("importance", [KroneckerFisher(), InputGram()])
+def test_a_single_token_calibrates(importance: Importance) -> None:
+    """All other directions of inputs count by the damping alone, and are not lost."""
+    pytest.importorskip("constriction")
+    model = nn.Sequential(nn.Linear(64, 96)).requires_grad_(False)
+    token, others = normal(1, 64).float(), normal(50, 64, 1).float()
+    expected = model(token), model(others)
+    asked = {"linear": Recipe(KeepDense(), importance, Feedback())}
+    kflats.compress_(model, asked, keep="20%", calibration=[{"input": token}], quiet=True)
+    for x, outputs, most in zip((token, others), expected, (1e-4, 0.05), strict=True):
+        assert float((model(x) - outputs).norm()) < most * float(outputs.norm())
+
+
+def test_inputs_that_are_not_finite_name_their_layer() -> None:
+    model = nn.Sequential()
+    model.add_module("layer", nn.Linear(8, 8))
+    x = normal(4, 8).float()
+    x[2, 3] = float("nan")
+    asked = Recipe(KeepDense(), InputGram(), Feedback())
+    with pytest.raises(KflatsError, match="the input gram of layer holds NaN or infinity"):
+        kflats.compress_(model, {"linear": asked}, keep="90%", calibration=[{"input": x}], quiet=True)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_inputs_with_a_mean_far_from_zero(normalised: bool) -> None:
+    """They vary by a thousandth of it. Without normalisation all outputs are 0 or 1 after a softmax, and no gradient is
+    left."""
+    pytest.importorskip("constriction")
+    layers = [nn.LayerNorm(64), nn.Linear(64, 96)] if normalised else [nn.Linear(64, 96)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    x = normal(64, 64).float() + 1e3
+    asked = {"linear": Recipe(KeepDense(), KroneckerFisher(), Feedback())}
+    if not normalised:
+        with pytest.raises(DoesNotFitError, match="does not reach it, or no loss depends on it"):
+            kflats.compress_(model, asked, keep="20%", calibration=[{"input": x}], quiet=True)
+        return
+    expected = model(x)
+    kflats.compress_(model, asked, keep="20%", calibration=[{"input": x}], quiet=True)
+    assert float((model(x) - expected).norm()) < 0.1 * float((expected - expected.mean(0)).norm())
 
 
 @pytest.mark.parametrize(("budget", "offset"), crossed([("5%", False), ("14%", True)], [0.0, 1e4]))

@@ -73,10 +73,12 @@ def share_out(
         allowed = budget.stored_bytes([item.weight for item in items], file_bytes, itemsizes.pop())
         rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
         if rest < 0:
+            first = list(fixed)[:3]
+            why = "; ".join(dict.fromkeys(fixed[name].note for name in first))
             raise DoesNotFitError(
                 f"a budget of {budget} leaves {allowed:,} bytes for these weights, "
                 "and those that stay dense or are stored in a type take more",
-                cause=f"{', '.join(visible(name) for name in list(fixed)[:3])} take {allowed - rest:,} bytes",
+                cause=f"{', '.join(map(visible, first))} take {allowed - rest:,} bytes ({why})",
                 hint="a larger budget, Integer(bits=8), or Auto()",
             )
         shared = (
