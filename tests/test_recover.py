@@ -17,11 +17,12 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from kflats import SVD, Integer, KeepDense, Recipe, Transform, compress_
+from kflats import SVD, Integer, KeepDense, Recipe, Transform, compress_, run_as_
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, load_model
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import LowRankMatrix, Matrix
+from kflats.model.run_as import coded_layers
 from kflats.model.swap import swap_
 from kflats.model.weights import factored_layers, find_weights
 from kflats.recover.problem import TrainingObjective, distance, only
@@ -554,6 +555,25 @@ def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Pa
     assert second["before"] == first["after"]
     shown = run("evaluate", tmp_path / "best", "--task", "sst2", "--task-data", data).stdout
     assert f"{second['after']:.4f}" in shown
+
+
+def test_a_folder_of_layers_that_run_in_integers_trains_dense_and_runs_in_integers_again(
+    data: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The form int8 has no gradients."""
+    model = small()
+    compress_(model, {"*.attention.*": Recipe(KeepDense(), codec=Integer(bits=8))}, keep="50%", quiet=True)
+    run_as_(model, "int8")
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    settings = {**FAST, "epochs": 1, "task_data": data}
+    recover_folder(tmp_path / "model", tmp_path / "out", "sst2", eval_split=None, **settings)
+    before, after = (coded_layers(load_model(tmp_path / name)) for name in ("model", "out"))
+    assert len(after) == 4
+    assert {layer.run_form for layer in after} == {"int8"}
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.matrix.codes, other.matrix.codes)
+        assert not torch.equal(one.matrix.weight, other.matrix.weight)
 
 
 @pytest.mark.slow

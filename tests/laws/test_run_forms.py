@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import kflats
-from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
+from kflats import SVD, Feedback, Integer, KeepDense, Recipe, Transform, run_as_
+from kflats.codecs import Codec
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.machine import cpu_units
 from kflats.common.run_forms import FormLoss, RunForm
@@ -49,10 +50,15 @@ def layer_of(model: nn.Module) -> FactoredLinear:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("matrix_rows", ["in_features", "out_features"])
-def test_forms_are_near_the_codes_and_leave_them_alone(form: RunForm, matrix_rows: Any, tmp_path: Path) -> None:
-    model = net(Recipe(KeepDense(), codec=Integer(bits=8), matrix_rows=matrix_rows))
+@pytest.mark.parametrize("codec", [Integer(bits=8), Feedback()], ids=lambda codec: type(codec).__name__)
+def test_forms_are_near_the_codes_and_leave_them_alone(
+    codec: Codec, form: RunForm, matrix_rows: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("constriction")
+    model = net(Recipe(KeepDense(), codec=codec, matrix_rows=matrix_rows))
     stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.inference_mode():
+        dense = model(inputs())
         run_as_(model, "compact")
         exact = model(inputs())
         assert run_as_(model, form) == 2
@@ -68,7 +74,13 @@ def test_forms_are_near_the_codes_and_leave_them_alone(form: RunForm, matrix_row
     assert layer_of(loaded).run_form == form
     with torch.inference_mode():
         assert torch.equal(loaded(inputs()), made)
+        for one in (model, copy.deepcopy(model), loaded):
+            run_as_(one, "dense")
+            assert torch.equal(one(inputs()), dense)
+    decoded = [model[place].matrix.dense() for place in (0, 2)]  # type: ignore[union-attr, operator]
     kflats.restore_(model)
+    for place, matrix in zip((0, 2), decoded, strict=True):
+        assert torch.equal(model[place].weight, matrix if matrix_rows == "out_features" else matrix.T)
     assert torch.allclose(model(inputs()), exact, rtol=1e-4, atol=1e-5)
 
 

@@ -6,8 +6,8 @@
 
 A model in memory holds fixed-rate codes, of which it can read any row. A stream is smaller, because the integers of a
 column are not equally frequent. It is decoded block by block straight into the fixed-rate form. A block ends with the
-state that its decoder starts from, so that it is read without the other blocks of rows (along paths with the free bits of
-all rows): ``decode_rows`` reads some rows.
+state that its decoder starts from, so that it is read without the others: ``decode_rows`` reads some rows. Of integers
+that follow paths it needs the free bits of all rows too.
 
 The coder is that of the ``constriction`` library, asymmetric numeral systems (Duda, arXiv:1311.2540). Its models are
 whole numbers, which all machines read alike (``numerics.coding.tables``). A checksum is over the integers that a block
