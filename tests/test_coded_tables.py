@@ -11,8 +11,9 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crew import together
+from table_files import as_arrow, as_parquet, as_safetensors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
@@ -34,7 +37,7 @@ from kflats.common.workers import Workers
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables import compress as compress_module
-from kflats.tables import fast, shards
+from kflats.tables import fast, shards, statistics
 from kflats.tables.axes import Axes
 from kflats.tables.compact import CompactCode, usual
 from kflats.tables.compress import _BLOCK
@@ -79,6 +82,10 @@ def saved(table: Tensor, path: Path) -> Path:
 def size_of(table: Tensor, bits: float) -> str:
     """So many bits a number, and what a short table needs beside its rows."""
     return f"{40_000 + 6 * table.shape[1] ** 2 + int(bits * table.numel() / 8)}B"
+
+
+def as_bfloat16(table: Tensor, path: Path) -> Path:
+    return as_safetensors(table.to(torch.bfloat16), path)
 
 
 def options_of(kind: str, rows: int) -> dict[str, Any]:
@@ -256,6 +263,34 @@ def test_the_cut_of_the_source_changes_no_byte(kind: str, tmp_path: Path) -> Non
         compress_table(folder, outs[-1], size=size_of(rows, 6), shard_rows=_BLOCK, quiet=True, **options)
     for path in outs[0].iterdir():
         assert all((out / path.name).read_bytes() == path.read_bytes() for out in outs[1:]), path.name
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        pytest.param(partial(as_parquet, group=777), "vector", id="parquet"),
+        pytest.param(partial(as_arrow, group=777), "vector", id="arrow", marks=pytest.mark.slow),
+        pytest.param(as_bfloat16, "table", id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_table_in_any_form_is_coded_as_its_numbers(
+    workers: int, written: Callable[..., Path], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte; of several files, which end elsewhere than those of the coded table."""
+    monkeypatch.setattr(statistics, "UNIT", _BLOCK // 2)
+    rows = drawn(_BLOCK + 3000, 5).to(torch.bfloat16).float()
+    (folder := tmp_path / "source").mkdir()
+    for part, piece in enumerate(rows.split(5000)):
+        written(piece, folder / f"part-{part}")
+
+    def coded(source: Path, out: Path, crew: Workers, name: str) -> dict[str, bytes]:
+        compress_table(source, out, size="8 bits", name=name, shard_rows=_BLOCK, quiet=True, workers=crew)
+        crew.meet()
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+
+    alone = coded(saved(rows, tmp_path / "rows.npy"), tmp_path / "alone", Workers(), "")
+    assert together(workers, 0, lambda crew: coded(folder, tmp_path / "out", crew, name)) == [alone] * workers
 
 
 def test_a_coded_table_is_rows(table: CodedTable) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import holds
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -164,3 +168,17 @@ def test_the_command_searches_by_a_task(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "score 0." in done.stderr
     assert "k=None" not in Report.load(folder / "small").weights[0].recipe
+
+
+@pytest.mark.slow
+def test_several_workers_choose_the_number_that_one_chooses(folder: Path) -> None:
+    """One of them scores each model for all."""
+    made = []
+    for count in ("1", "2"):
+        words = [sys.executable, "-m", "kflats", "compress", str(folder / "model"), "--out", str(folder / count)]
+        words += ["--keep", "50%", "--no-proof", "--method", "flats", "--flats", "search", "--search", "task"]
+        words += ["--task", "sst2", "--task-data", str(folder / "data"), "--workers", count]
+        done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made.append((Report.load(folder / count).weights[0].recipe, holds(folder / count)))
+    assert made[0] == made[1]

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -435,6 +435,31 @@ def test_the_bytes_of_a_folder_do_not_depend_on_the_workers(
     count: int, alone: dict[str, bytes], tiny_folder: Path, tmp_path: Path
 ) -> None:
     check_made(compressed(tiny_folder, tmp_path / "small", count), tmp_path / "small", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--quality", "0.9", "--samples", "130"),
+        ("--method", "flats", "--flats", "search", "--keep", "40%"),
+        ("--trim", "200", "--texts", "TEXTS"),
+    ],
+    ids=["quality", "flats that are searched", "quality of a trimmed vocabulary"],
+)
+def test_what_is_searched_does_not_depend_on_the_workers(
+    options: Sequence[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A size by what outputs lose, the default of the command line, and flats by their error."""
+    (texts := tmp_path / "texts.txt").write_text("\n".join(f"the word{i} of word{2 * i} a b" for i in range(120)))
+    given, made = [str(texts) if option == "TEXTS" else option for option in options], []
+    for count in (1, 2):
+        out = tmp_path / f"small-{count}"
+        line = [*COMMAND, str(tiny_folder), *given, "--no-proof", "--out", str(out), "--workers", str(count)]
+        message = ended(process := begin(line))
+        assert process.returncode == 0, message
+        made.append(holds(out))
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow
