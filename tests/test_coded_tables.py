@@ -39,7 +39,7 @@ from kflats.numerics.rows import all_rows
 from kflats.tables import compress as compress_module
 from kflats.tables import fast, shards, statistics
 from kflats.tables.axes import Axes
-from kflats.tables.compact import CompactCode, usual
+from kflats.tables.compact import CompactCode, CompactWriter, _places, usual
 from kflats.tables.compress import _BLOCK
 from kflats.tables.flats import Parting, parted
 from kflats.tables.index import Layout, shard_name
@@ -1117,8 +1117,25 @@ def test_ids_that_are_no_list_of_rows(ids: Any, message: str, tmp_path: Path) ->
         open_table(tmp_path / "coded")[[1, 2]]  # type: ignore[index]
 
 
+def test_lanes_are_found_wherever_they_lie_in_a_file() -> None:
+    """Of 4 GB and beyond, as its writer notes them."""
+    draws = np.random.default_rng(0)
+    counts = 2**26 + draws.integers(0, 200, 500)
+    counts[draws.integers(0, 500, 20)] += 10_000
+    arrays: dict[str, Any] = {}
+    writer = CompactWriter(None, SimpleNamespace(finish=arrays.update))  # type: ignore[arg-type]
+    writer.counts = [counts[:300], counts[300:]]
+    writer.finish()
+    lanes = draws.integers(0, 500, 900)
+    starts, ends = _places(SimpleNamespace(array=lambda name, kind, least: arrays[name]), lanes)  # type: ignore[arg-type]
+    assert np.array_equal(ends, np.cumsum(counts)[lanes])
+    assert np.array_equal(starts, ends - counts[lanes])
+    assert int(ends.max()) > 2**34
+
+
 @pytest.mark.slow
-def test_places_beyond_two_to_the_31_are_coded_and_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_places_beyond_two_to_the_31_are_coded_and_read(layout: Layout, tmp_path: Path) -> None:
     """2.2e9 numbers of a file with holes: rows at both ends are drawn, those between are zeros."""
     rows, width, path, drawn = 68_000_000, 32, tmp_path / "rows.npy", 200_000
     with path.open("wb") as file:
@@ -1133,7 +1150,7 @@ def test_places_beyond_two_to_the_31_are_coded_and_read(tmp_path: Path) -> None:
         for first, part in ((0, ends[0]), (rows - drawn, ends[1])):
             file.seek(head + 2 * first * width)
             file.write(part.tobytes())
-    compress_table(path, tmp_path / "coded", size="2.2 bits", layout="fast", quiet=True)
+    compress_table(path, tmp_path / "coded", size="2.2 bits", layout=layout, quiet=True)
     table = open_table(tmp_path / "coded")
     assert float(table.rows([rows // 2]).abs().max()) < 0.2
     for first, part in ((0, ends[0]), (rows - drawn, ends[1])):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -431,6 +434,38 @@ def test_a_folder_has_the_bytes_of_the_same_model_in_memory(
     compress_folder(tmp_path / "model", tmp_path / "folder", plan=plan, proof=False, quiet=True, **data)
     first, second = (tmp_path / place / "model.safetensors" for place in ("memory", "folder"))
     assert first.read_bytes() == second.read_bytes()
+
+
+def in_memory(nbytes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process that may take so many bytes of its own."""
+    resource = pytest.importorskip("resource")
+    return subprocess.run(
+        [sys.executable, *words],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes)),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts other memory elsewhere")
+def test_a_folder_is_compressed_where_it_does_not_fit(tmp_path: Path) -> None:
+    """In the memory of the libraries and six tenths of the model, in which the model alone cannot be loaded."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24, "vocab_size": 2000}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, max_position_embeddings=64)
+    transformers.LlamaForCausalLM(config).save_pretrained(model := tmp_path / "model", max_shard_size="30MB")
+    whole = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    libraries = "import kflats.cli.app, kflats.compress.pipeline, transformers.models.llama.modeling_llama\n"
+    taken = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmData')))"
+    allowed = 1024 * int(in_memory(2**33, "-c", libraries + taken).stdout) + 6 * whole // 10
+    loaded = in_memory(allowed, "-c", f"{libraries}from kflats.io import load_model\nload_model({str(model)!r})")
+    assert "cannot be loaded" in loaded.stderr
+    assert "too little memory" in loaded.stderr
+    asked = ["--keep", "30%", "--weights", "all", "--method", "keep-dense", "--codec", "int4 64", "--no-proof"]
+    done = in_memory(allowed, "-m", "kflats", "compress", str(model), "--out", str(tmp_path / "out"), *asked)
+    assert done.returncode == 0, done.stderr
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 0.3 * whole
 
 
 class Skipping(nn.Module):

@@ -30,6 +30,7 @@ from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode, stream_ch
 from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
+from kflats.common.machine import is_out_of_memory
 from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject
@@ -620,6 +621,12 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
                 f"the pickled weights in {where} cannot be read as tensors",
                 cause="a damaged file, or a pickle of other objects than tensors, which could run code",
                 hint="fetch the files again, or a revision with model.safetensors",
+            ) from error
+        if is_out_of_memory(error):
+            raise KflatsError(
+                f"the model in {where} cannot be loaded: {first_line(error)}",
+                cause="too little memory, or a damaged config that asks for a larger model",
+                hint="a machine with more memory, or restore the folder",
             ) from error
         raise KflatsError(
             f"the model in {where} cannot be loaded: {first_line(error)}",
