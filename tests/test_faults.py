@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ import torch
 from architectures import mixture_of_experts
 from faults import PATIENCE, Ended, Fault, Kind, holds, left, run, strikes
 from safetensors.torch import load_file, save_file
+from table_files import as_npy, as_parquet
 
 from kflats.common.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and signals that stop a process")
 SCHEDULES = 100
-AT_ONCE = (1, 3)  # of these in every test run
+AT_ONCE = (8, 15)  # of these in every test run
 DRAWS = 20  # of a schedule, of which the first fault that strikes counts
 ROWS = 40_000
 
@@ -31,7 +33,7 @@ def coded_table(kind: str, source: str, out: str, workers: Workers) -> None:
     of_kinds: dict[str, dict[str, Any]] = {"fast": {"layout": "fast"}, "flats": {"flats": 3}}
     of_kinds["weights"] = {"row_weights": 1 / (9 + torch.arange(ROWS))}
     options = {"size": "5 bits", "shard_rows": 16384, "quiet": True} | of_kinds.get(kind, {})
-    compress_table(source, out, **options, workers=workers)
+    compress_table(source, out, name="vector" if kind == "parquet" else "", **options, workers=workers)
     workers.meet()
 
 
@@ -53,7 +55,7 @@ def model_by_layers(source: str, out: str, workers: Workers) -> None:
 
 
 JOBS: dict[str, tuple[Callable[..., None], list[str]]] = {
-    **{kind: (coded_table, [kind]) for kind in ("compact", "fast", "flats", "weights")},
+    **{kind: (coded_table, [kind]) for kind in ("compact", "fast", "flats", "parquet", "weights")},
     "model": (coded_model, []),
     "layers": (model_by_layers, []),
 }
@@ -91,8 +93,9 @@ def undisturbed(
             source = two_layers if name == "layers" else tiny_folder
             job, options = JOBS[name]
             if job is coded_table:
-                source = folder / "rows.npy"
-                np.save(source, np.random.default_rng(0).standard_normal((ROWS, 6), dtype=np.float32))
+                rows = torch.from_numpy(np.random.default_rng(0).standard_normal((ROWS, 6), dtype=np.float32))
+                written = partial(as_parquet, group=4096) if name == "parquet" else as_npy
+                source = written(rows, folder / "rows")
             (folder / "work").mkdir()
             arguments = [*options, str(source), str(folder / "work" / "out")]
             ended = run(job, arguments, count, None, folder / "notes")
@@ -137,7 +140,7 @@ def test_after_a_fault_the_output_is_whole_or_absent_and_the_same_command_resume
     seed: int, undisturbed: Callable[[str, int], Undisturbed], tmp_path: Path
 ) -> None:
     drawn = random.Random(seed)
-    name, count = drawn.choice(list(JOBS)), drawn.choice((1, 2, 2, 3))
+    name, count = drawn.choice(list(JOBS)), drawn.choice((1, 2, 2, 3, 4))
     whole, (job, options) = undisturbed(name, count), JOBS[name]
     for draw in range(DRAWS):
         fault = drawn_fault(drawn, whole)
