@@ -2,8 +2,9 @@
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
 range), by torchao (int8, as it is and compiled), rounded by GPTQ (4 bits, groups of 64), and compressed by kflats to
-8 MB: in each run-time form, in int8 compiled, with the whole model in bfloat16, and as an ONNX file of integers. For
-GPTQ there is no kernel on a CPU: its line is the float32 model with its numbers.
+8 MB: in each run-time form, in int8 compiled, with the whole model in bfloat16, and as an ONNX file of integers. The
+integers of GPTQ are multiplied by torch's own kernel for 4 bits, in a model in bfloat16: of float32 it takes many times
+as long. Its cosines are those of its numbers in float32, and its file has the bytes of its integers and scales.
 
 Memory is that of a fresh process: its peak after the first output minus its peak after the imports. The original's file
 is mapped, and rows of its table that no text has are not read. Times are ratios to float32 of batches of 20, 30 and 128
@@ -44,6 +45,7 @@ import torch
 from _common import arguments, markdown, publish, resident, table
 from _sentences import data_folder, paragraphs, sentences
 from gptq_entropy import Rival
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from whole_model import evenly
 
@@ -53,6 +55,7 @@ from kflats.common.formatting import size as in_units
 from kflats.common.release import needed
 from kflats.common.run_forms import RunForm
 from kflats.demo import packaged_model
+from kflats.demo.gptq import GROUP, group_steps
 from kflats.demo.ways import as_onnx, onnx_run, vectors
 from kflats.evaluation.latency import SHAPES, Latency, Run, latencies
 from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
@@ -62,19 +65,25 @@ from kflats.io import load_model
 
 NARROW = {"per_channel": True, "reduce_range": True}
 INTEGERS = "kflats, int8 in onnxruntime"
+CODES = "four_bits.bin"  # no name of a weight file, of which a folder has one
 TITLE = "An encoder as other tools ship it: files, memory, time and outputs"
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to ship a model: ``write`` makes its files in a folder and returns their bytes, ``opened`` runs them. A
-    way is timed only where a kernel runs it."""
+    """A way to ship a model: ``write`` makes its files in a folder and returns their bytes, ``opened`` gives outputs to
+    compare, and ``run`` what is timed, if that is not the same."""
 
     name: str
     write: Callable[[Path], int]
     opened: Callable[[Path], Run]
+    run: Callable[[Path], Run] | None = None
     imports: str = "transformers.models.bert.modeling_bert"
-    timed: bool = True
+
+    @property
+    def runs(self) -> Callable[[Path], Run]:
+        """What is timed."""
+        return self.run or self.opened
 
     def at(self, place: Path) -> Path:
         """Its folder."""
@@ -93,7 +102,7 @@ class Placed:
         return self.way.name
 
     def build(self) -> Run:
-        return self.way.opened(self.way.at(self.place))
+        return self.way.runs(self.way.at(self.place))
 
 
 def tools(source: Path, torchao: bool = True) -> list[Way]:
@@ -103,16 +112,21 @@ def tools(source: Path, torchao: bool = True) -> list[Way]:
         Way("float32", partial(written, original), of_torch),
         Way("bfloat16", partial(written, lambda: original().bfloat16()), of_torch),
         Way("torch.compile", partial(written, original), of_compiled),
-        Way("onnxruntime, float32", partial(in_onnx, source), of_onnx, "onnxruntime"),
-        Way("onnxruntime, int8", partial(in_onnx, source, settings={}), of_onnx, "onnxruntime"),
+        Way("onnxruntime, float32", partial(in_onnx, source), of_onnx, imports="onnxruntime"),
+        Way("onnxruntime, int8", partial(in_onnx, source, settings={}), of_onnx, imports="onnxruntime"),
         Way(
             "onnxruntime, int8 per channel, reduced range",
             partial(in_onnx, source, settings=NARROW),
             of_onnx,
-            "onnxruntime",
+            imports="onnxruntime",
         ),
-        Way("torchao, int8", partial(as_torchao, source), of_torchao, "torchao.quantization"),
-        Way("torchao, int8, torch.compile", partial(as_torchao, source), of_torchao_compiled, "torchao.quantization"),
+        Way("torchao, int8", partial(as_torchao, source), of_torchao, imports="torchao.quantization"),
+        Way(
+            "torchao, int8, torch.compile",
+            partial(as_torchao, source),
+            of_torchao_compiled,
+            imports="torchao.quantization",
+        ),
     ]
     return [way for way in made if torchao or not way.name.startswith("torchao")]
 
@@ -121,11 +135,11 @@ def ways(compressed: Path, windows: int = 512, torchao: bool = True) -> list[Way
     """``tools`` and, after them, GPTQ and kflats."""
     return [
         *tools(packaged_model(), torchao),
-        Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
+        Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, of_four_bits),
         *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
         Way("kflats, int8, torch.compile", partial(in_form, compressed, "int8"), of_compiled),
         Way("kflats, the model in bfloat16", partial(in_form, compressed, "dense"), of_torch_in_bfloat16),
-        Way(INTEGERS, partial(as_integers, compressed), of_onnx, "onnxruntime"),
+        Way(INTEGERS, partial(as_integers, compressed), of_onnx, imports="onnxruntime"),
     ]
 
 
@@ -191,12 +205,46 @@ def rounded_by_torchao(folder: Path) -> nn.Module:
 
 
 def gptq(windows: int, folder: Path) -> int:
-    """The numbers of int4 codes as float32; the bytes are those of the codes."""
+    """The numbers of int4 codes as float32, and the codes of layers beside them; the bytes are those of all codes."""
     data = data_folder()
     assert data is not None
-    model, nbytes = Rival(read_texts(data / "wikitext2" / "train.txt.gz"), windows).int4(4)
+    rival = Rival(read_texts(data / "wikitext2" / "train.txt.gz"), windows)
+    model, nbytes = rival.int4(4)
     model.save_pretrained(folder)
+    tensors = dict[str, Tensor]()
+    for weight in rival.layers:
+        steps = group_steps(rival.weight(weight.name), 4)
+        levels = (model.get_submodule(weight.name).weight.detach() / steps).round().to(torch.int32)
+        scales = steps[:, ::GROUP].T.to(torch.bfloat16)
+        tensors[f"{weight.name}.packed"] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels + 8, 1)
+        tensors[f"{weight.name}.scales"] = torch.stack([scales, torch.zeros_like(scales)], dim=2).contiguous()
+    save_file(tensors, folder / CODES)
     return nbytes
+
+
+class FourBits(nn.Module):
+    """A linear layer of 4-bit integers less 8, in groups of ``GROUP`` inputs with a scale each, in bfloat16."""
+
+    def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.packed, self.scales, self.bias = packed, scales, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)`` in bfloat16."""
+        flat = x.reshape(-1, x.shape[-1])
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, GROUP, self.scales) + self.bias
+        return out.view(*x.shape[:-1], -1)
+
+
+def of_four_bits(folder: Path) -> Run:
+    """The layers are replaced before their numbers are read from the mapped file."""
+    model, codes = load_model(folder).eval(), load_file(folder / CODES)
+    for name in {key.rpartition(".")[0] for key in codes}:
+        parent, _, leaf = name.rpartition(".")
+        bias = model.get_submodule(name).bias.detach().bfloat16()
+        layer = FourBits(codes[f"{name}.packed"], codes[f"{name}.scales"], bias)
+        setattr(model.get_submodule(parent), leaf, layer)
+    return partial(run, model.bfloat16())
 
 
 def alone(way: Way, folder: Path) -> None:
@@ -206,7 +254,7 @@ def alone(way: Way, folder: Path) -> None:
     ids = torch.randint(0, 30_000, (1, 20), generator=torch.Generator().manual_seed(0))
     before, start = resident("VmHWM"), time.perf_counter()
     with torch.inference_mode():
-        way.opened(folder)({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        way.runs(folder)({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     seconds = time.perf_counter() - start
     print(json.dumps([resident("VmHWM") - before, seconds]))
 
@@ -274,10 +322,9 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
                 notes.append(f"- {INTEGERS}, cosine to kflats, dense, {name}: {cosines}")
             line[name] = f"{near.mean_cosine:.4f} / {near.p5_cosine:.4f}"
         del runs
-        if way.timed:
-            memory, seconds = in_a_process(way, place, compressed)
-            line |= {"memory": in_units(memory), "first output": f"{seconds:.2f} s"}
-            placed.append(way)
+        memory, seconds = in_a_process(way, place, compressed)
+        line |= {"memory": in_units(memory), "first output": f"{seconds:.2f} s"}
+        placed.append(way)
         lines[way.name] = line
         print(line, flush=True)
     timed: list[Latency] = []

@@ -203,6 +203,19 @@ def test_a_batch_of_gradients(loaded: Any, original: Any) -> None:
     torch.testing.assert_close(found, original.get_input_embeddings()(FEW))
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_that_is_loaded_in_inference_mode(whole: bool, folder: Path, original: Any) -> None:
+    with torch.inference_mode():
+        found = load_model(folder)
+        if not whole:
+            assert torch.equal(run(found), run(original))
+    with torch.no_grad():
+        assert torch.equal(late(found).dense(), original.get_input_embeddings().matrix.dense())
+    with torch.inference_mode():
+        assert torch.equal(run(found, MANY), run(original, MANY))
+    assert left(found) == 0
+
+
 def test_threads_read_at_the_same_time(loaded: Any, original: Any) -> None:
     draws = torch.Generator().manual_seed(0)
     batches = [torch.randint(WORDS, (3, 5), generator=draws) for _ in range(40)]

@@ -33,8 +33,9 @@ class _Blocks:
     def __init__(self, stream: Tensor, geometry: CodedGeometry, checksum: int) -> None:
         self._stream, self._geometry, self.checksum = stream, geometry, checksum
         self._source: StreamReader | None = None
-        self.codes = torch.empty(geometry.shapes["codes"], dtype=torch.uint8, device="cpu")
-        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # other threads write into them
+            self.codes = torch.empty(geometry.shapes["codes"], dtype=torch.uint8, device="cpu")
+            self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.left = set(self.source.blocks)
 
     @property
