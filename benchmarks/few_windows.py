@@ -1,6 +1,6 @@
-"""Question: how much does an encoder lose that is compressed with few texts, and what does damping by samples bring?
+"""Question: how much does an encoder lose that is measured with few windows, and what does damping by samples bring?
 
-all-MiniLM-L6-v2 in 8 MB, with the first windows of WikiText-2 (train) that kflats would measure with. "one share": the
+all-MiniLM-L6-v2 in 8 MB, measured with some of the windows of WikiText-2 (train) (``samples``). "one share": the
 damping of Gram matrices is the same share of their diagonals for any number of samples; otherwise it is
 ``importance.sensitivity.damping_for``. Cosines to the original's vectors: mean and 5th percentile, of 800 sentences of
 STS-B (dev) and of 150 paragraphs of WikiText-2 (test). The rule was written down before these texts were looked at; a
@@ -61,7 +61,7 @@ def main() -> None:
                     line[kind] = f"{near.mean_cosine:.4f} / {near.p5_cosine:.4f}"
             lines.append(line)
             print(line, flush=True)
-    publish("Compressing with few texts", table(lines), options)
+    publish("Compressing an encoder measured with few windows", table(lines), options)
 
 
 if __name__ == "__main__":
