@@ -38,9 +38,9 @@ TABLE = "embeddings.word_embeddings"
 
 def table(seed: int = 0) -> CodedMatrix:
     """Rows in blocks of 4,096 of each class; the first rows are of class 0."""
-    draws = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (WORDS,), generator=draws)
+    labels = torch.randint(CLASSES, (WORDS,), generator=torch.Generator().manual_seed(0))
     labels[:20] = 0
+    draws = torch.Generator().manual_seed(seed)
     sizes = torch.bincount(labels, minlength=CLASSES).tolist()
     integers = [torch.randint(-6, 7, (size, WIDTH), generator=draws).to(torch.int16) for size in sizes]
     return from_integers(integers, labels, torch.tensor([0.1, 0.2]))
@@ -172,6 +172,55 @@ def test_a_layer_is_pickled_with_blocks_left(loaded: Any, original: Any) -> None
     run(loaded)
     layer = pickle.loads(pickle.dumps(loaded.get_input_embeddings()))  # noqa: S301
     assert torch.equal(layer(MANY), original.get_input_embeddings()(MANY))
+
+
+def test_what_is_pickled_does_not_depend_on_what_was_read(loaded: Any) -> None:
+    """And holds no memory that nothing was written to."""
+    layer = loaded.get_input_embeddings()
+    before = pickle.dumps(layer)
+    run(loaded)
+    assert pickle.dumps(layer) == before
+
+
+def test_a_copy_while_another_thread_decodes(loaded: Any, original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, copied = late(loaded).get_buffer("codes"), Tensor.__deepcopy__
+
+    def decoded_after(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        made = copied(tensor, memo)  # type: ignore[no-untyped-call]
+        if tensor is buffer:
+            late(loaded).complete_()
+        return made
+
+    monkeypatch.setattr(Tensor, "__deepcopy__", decoded_after)
+    found = copy.deepcopy(loaded)
+    assert left(loaded) == 0
+    assert torch.equal(run(found, MANY), run(original, MANY))
+
+
+@pytest.mark.parametrize("late_too", [False, True])
+def test_codes_that_are_given_are_read_in_place_of_its_own(late_too: bool, loaded: Any, tmp_path: Path) -> None:
+    given = nn.Sequential(nn.Embedding(WORDS, WIDTH))
+    swap_(given, find_weight(given, "0"), table(1))
+    rows = given(MANY)
+    if late_too:
+        save(given, tmp_path / "model.safetensors")
+        given = nn.Sequential(nn.Embedding(WORDS, WIDTH))
+        load_(given, tmp_path / "model.safetensors")
+    layer = loaded.get_input_embeddings()
+    own = copy.deepcopy(layer)(MANY)
+    everything = {**dict(given[0].named_parameters()), **dict(given[0].named_buffers())}
+    for ids in (MANY[:, :2], MANY):
+        assert torch.equal(functional_call(layer, everything, ids), rows[:, : ids.shape[1]])
+    assert torch.equal(layer(MANY), own)
+
+
+def test_codes_that_are_put_in_place_are_read(loaded: Any, original: Any) -> None:
+    layer = loaded.get_input_embeddings()
+    layer.codes = original.get_input_embeddings().codes.flip(0).roll(1)
+    other = copy.deepcopy(original)
+    other.get_input_embeddings().codes.copy_(layer.codes)
+    assert torch.equal(run(loaded), run(other))
+    assert torch.equal(loaded.state_dict()[f"{TABLE}.codes"], layer.codes)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

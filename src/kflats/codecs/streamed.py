@@ -6,7 +6,7 @@ of their stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakSet
@@ -32,11 +32,15 @@ class _Blocks:
 
     def __init__(self, stream: Tensor, geometry: CodedGeometry, checksum: int) -> None:
         self._stream, self._geometry, self.checksum = stream, geometry, checksum
-        self._source: StreamReader | None = None
-        with torch.inference_mode(False):  # other threads write into them
-            self.codes = torch.empty(geometry.shapes["codes"], dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # other threads write into it
             self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.left = set(self.source.blocks)
+        self._begin()
+        self._all = self.left = frozenset(self.source.blocks)
+
+    def _begin(self) -> None:
+        self._source: StreamReader | None = None
+        with torch.inference_mode(False):  # as ``buffer``
+            self.codes = torch.empty(self._geometry.shapes["codes"], dtype=torch.uint8, device="cpu")
 
     @property
     def source(self) -> StreamReader:
@@ -45,7 +49,7 @@ class _Blocks:
             self._source = StreamReader.of(self._stream, self._geometry)
         return self._source
 
-    def decode_(self, wanted: set[tuple[int, int]]) -> None:
+    def decode_(self, wanted: Set[tuple[int, int]]) -> None:
         """Write the codes of these blocks. Two threads may decode one block: both write the same bytes, before either
         says that they are there."""
         if wanted := wanted & self.left:
@@ -56,7 +60,14 @@ class _Blocks:
                     self.left = self.left - {key}
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_source": None}  # views of memory, and the coder's models, cannot be copied
+        # A copy begins anew. Views of memory, and the coder's models, cannot be copied. Codes would take memory that
+        # was never written to into a pickle.
+        return {name: self.__dict__[name] for name in ("_stream", "_geometry", "checksum", "buffer", "_all")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.left = self._all
+        self._begin()
 
 
 _WAITING: WeakSet[StreamedMatrix] = WeakSet()
@@ -121,18 +132,28 @@ class StreamedMatrix(CodedMatrix):
             with ThreadPoolExecutor(1) as other:  # no mode of this thread changes or records what is computed there
                 other.submit(self._decode, blocks, blocks.left).result()
 
-    def _decode(self, blocks: _Blocks, wanted: set[tuple[int, int]]) -> None:
+    def _decode(self, blocks: _Blocks, wanted: Set[tuple[int, int]]) -> None:
         blocks.decode_(wanted)
         if not blocks.left:
             # The same tensor, for those that have read it before; hooks, and ``torch.export``, put others in its place.
-            blocks.buffer.set_(blocks.codes)  # type: ignore[call-overload]
-            if (held := self.get_buffer("codes")) is not blocks.buffer:
+            blocks.buffer.set_(blocks.codes.to(blocks.buffer.device))  # type: ignore[call-overload]
+            if not len(held := self.get_buffer("codes")):
                 self._buffers["codes"] = blocks.codes.to(held.device)
             self._blocks = None  # last: another thread that finds None reads the buffer
             _WAITING.discard(self)
 
+    def _left(self) -> _Blocks | None:
+        """The blocks that are left, unless codes were put in place of the buffer, as ``functional_call`` does."""
+        if (blocks := self._blocks) is None:
+            return None
+        if (held := self.get_buffer("codes")) is not blocks.buffer:
+            for other in list(_WAITING):  # whose buffer it may be
+                if other is not self and (its := other._blocks) is not None and its.buffer is held:
+                    other.complete_()
+        return None if len(held) else blocks
+
     def _prepare(self, index: Tensor) -> None:
-        if not may_keep_rows() or not index.is_cpu or (blocks := self._blocks) is None:
+        if not may_keep_rows() or not index.is_cpu or (blocks := self._left()) is None:
             self._check_ready()
             return
         rows, labels = index.reshape(-1).unique(), self._get("labels")
@@ -142,7 +163,7 @@ class StreamedMatrix(CodedMatrix):
         self._decode(blocks, set(zip(of.tolist(), places.tolist(), strict=True)))
 
     def _packed(self) -> Tensor:
-        blocks = self._blocks
+        blocks = self._left()
         return super()._packed() if blocks is None else blocks.codes
 
     def _check_ready(self) -> None:
@@ -151,7 +172,7 @@ class StreamedMatrix(CodedMatrix):
 
     def row_sources(self) -> list[Tensor]:
         """As ``Matrix.row_sources``. Codes that are written when their block is read are no change."""
-        return super().row_sources() if self._blocks is None else Matrix.row_sources(self)
+        return super().row_sources() if self._left() is None else Matrix.row_sources(self)
 
     def tensors(self) -> dict[str, Tensor]:
         """As ``CodedMatrix.tensors``, all decoded."""
@@ -164,7 +185,7 @@ class StreamedMatrix(CodedMatrix):
 
     def checksum(self) -> int:
         """As ``CodedMatrix.checksum``."""
-        return super().checksum() if (blocks := self._blocks) is None else blocks.checksum
+        return super().checksum() if (blocks := self._left()) is None else blocks.checksum
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if moves_integers(fn):
@@ -177,4 +198,4 @@ class StreamedMatrix(CodedMatrix):
             _WAITING.add(self)
 
     def _decoded_table(self) -> Tensor | None:
-        return super()._decoded_table() if self._blocks is None else None
+        return super()._decoded_table() if self._left() is None else None

@@ -386,7 +386,8 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
         super().refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        # The matrix first: while it is copied another thread may fill its buffers.
+        return {"_matrix": self.matrix, **self.__dict__, "_kept": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._kept = None
