@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 
+import kflats.model.description
 from kflats import run_as_
 from kflats.codecs.streamed import StreamedMatrix
 from kflats.common.errors import KflatsError
@@ -34,6 +35,12 @@ WORDS, WIDTH, CLASSES = 9000, 64, 2
 FEW = torch.tensor([[5, 9, 7], [8, 6, 5]])
 MANY = torch.arange(WORDS - 1, 0, -8).clone()[:1120].view(5, -1)
 TABLE = "embeddings.word_embeddings"
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also tables as short as these."""
+    monkeypatch.setattr(kflats.model.description, "LATE", 0)
 
 
 def table(seed: int = 0) -> CodedMatrix:
@@ -263,6 +270,13 @@ def test_a_model_that_is_loaded_in_inference_mode(whole: bool, folder: Path, ori
     with torch.inference_mode():
         assert torch.equal(run(found, MANY), run(original, MANY))
     assert left(found) == 0
+
+
+def test_a_short_table_is_decoded_while_loading(folder: Path, original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kflats.model.description, "LATE", WORDS * WIDTH + 1)
+    found = load_model(folder)
+    assert not isinstance(found.get_input_embeddings().matrix, StreamedMatrix)
+    assert torch.equal(run(found), run(original))
 
 
 def test_threads_read_at_the_same_time(loaded: Any, original: Any) -> None:

@@ -776,7 +776,8 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
     expected = {name: tuple(tensor.shape) for name, tensor in module.empty.tensors().items()}
     _check_shapes(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    matrix = module.new(description.stored_dtype(module, dtype), "cpu")
+    # The first vector of a static model should come soon, however short its table is.
+    matrix = module.new(description.stored_dtype(module, dtype), "cpu", late_from=0)
     with torch.no_grad():
         for name, tensor in matrix.tensors().items():
             tensor.copy_(tensors[name])

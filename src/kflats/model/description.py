@@ -16,6 +16,7 @@ torch folder keeps it in the header of ``model.safetensors``.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,6 +55,9 @@ from kflats.model.weights import (
 FORMAT_VERSION = 1
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # a module path; never a file path
 DAMAGED = "a damaged or hand-edited file"
+LATE = 2**25
+"""Numbers of an embedding from which on its codes are decoded late. For fewer it is better to wait once than in each of
+the first calls (``benchmarks/results/latency_late.md``)."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,19 @@ class Module:
         """Whether the layer has a bias that the model's class does not give it."""
         return any(place.gained_bias for place in self.places)
 
-    def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
-        """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
-        late = self.places[0].role == "embedding" and self.stream is not None and self.stream.checksum is not None
+    def new(self, dtype: torch.dtype, device: torch.device | str = "meta", *, late_from: int | None = None) -> Matrix:
+        """An empty matrix to load the file's tensors into; ``finish_`` must follow.
+
+        Args:
+            late_from: numbers of an embedding from which on codes are decoded late; by default ``LATE``.
+        """
+        known = self.places[0].role == "embedding" and self.stream is not None and self.stream.checksum is not None
+        late = known and math.prod(self.empty.shape) >= (LATE if late_from is None else late_from)
         coded = StreamedMatrix if late else CodedMatrix
         return self._expecting(matrix_from_spec(self.matrix, dtype=dtype, device=device, coded=coded))
 
     def finish_(self, matrix: Matrix) -> None:
-        """Make ``matrix``, filled with the file's tensors, ready for use. The codes of an embedding on the CPU are
+        """Make ``matrix``, filled with the file's tensors, ready for use. The codes of a long embedding on the CPU are
         decoded when their rows are read (``StreamedMatrix``), after the stream was compared with its checksum.
 
         Raises:
