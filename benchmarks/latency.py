@@ -21,6 +21,7 @@ paragraphs of WikiText-2 (test). A last line has those of the ONNX file of integ
 ``--torchao 0`` leaves torchao out: on CPUs without VNNI units ``torch._int_mm``, by which it multiplies, takes 9 to 42
 times as long as a product of floats.
 
+``--late 1`` lets kflats decode the table of this model when rows are read, as it does with longer ones.
 ``--compressed DIR`` takes a folder of kflats that is there. ``--onednn AVX512_CORE_VNNI`` keeps torch's library for
 products from the units for bfloat16 and from AMX, as on CPUs that have none (its variable ONEDNN_MAX_CPU_ISA).
 """
@@ -62,6 +63,7 @@ from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_b
 from kflats.evaluation.running import run
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model
+from kflats.model import description
 
 NARROW = {"per_channel": True, "reduce_range": True}
 INTEGERS = "kflats, int8 in onnxruntime"
@@ -262,6 +264,7 @@ def alone(way: Way, folder: Path) -> None:
 def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
     """What ``alone`` prints."""
     command = [sys.executable, __file__, "--alone", way.name, "--place", str(place), "--compressed", str(compressed)]
+    command += ["--late", "1"] * (not description.LATE)
     cold = os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}  # on the disk, of the outputs that were judged
     done = subprocess.run(command, capture_output=True, text=True, env=cold)
     if done.returncode:
@@ -271,7 +274,9 @@ def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="", torchao=1)
+    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="", torchao=1, late=0)
+    if options.late:
+        description.LATE = 0
     if options.onednn:  # read when its first product is made; processes that are started inherit it
         os.environ["ONEDNN_MAX_CPU_ISA"] = options.onednn
     if options.alone:

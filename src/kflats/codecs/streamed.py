@@ -99,6 +99,10 @@ class StreamedMatrix(CodedMatrix):
         self.register_state_dict_pre_hook(complete_first)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(complete_first)  # type: ignore[no-untyped-call]
 
+    def hold_(self, stream: Tensor) -> None:
+        """Take ``stream`` itself, without a copy, in place of filling what ``expect_`` made room for."""
+        self._buffers["codes"] = stream
+
     def open_(self, checksum: int) -> None:
         """Read the head of the stream in ``self``, filled after ``expect_`` (``expand_`` would decode all blocks).
 

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kflats.codecs.streamed import StreamedMatrix
 from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode, stream_checksum
 from kflats.common.dtypes import dtype_of
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
@@ -778,9 +779,12 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
     _check_shapes(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     # The first vector of a static model should come soon, however short its table is.
     matrix = module.new(description.stored_dtype(module, dtype), "cpu", late_from=0)
+    if isinstance(matrix, StreamedMatrix):
+        matrix.hold_(tensors["codes"])  # mapped from the file
     with torch.no_grad():
         for name, tensor in matrix.tensors().items():
-            tensor.copy_(tensors[name])
+            if tensor is not tensors[name]:
+                tensor.copy_(tensors[name])
     module.finish_(matrix)
     with Swaps(model, just_found=True) as swaps:
         swap_described_(swaps, weight, module, matrix)

@@ -159,7 +159,7 @@ class KflatsQuantizer(HfQuantizer):
             matrix = end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix
             if isinstance(matrix, StreamedMatrix):
                 # It keeps its stream, and transformers' tensor a map of the whole file.
-                matrix._buffers["codes"] = matrix.get_buffer("codes").clone()
+                matrix.hold_(matrix.get_buffer("codes").clone())
             module.finish_(matrix)
             if several:
                 matrix.complete_()
