@@ -104,13 +104,13 @@ def compared(
     return ratios
 
 
-def measured(split: str, needs: frozenset[str]) -> Statistics:
-    """The statistics of all layers on a split of WikiText-2."""
+def measured(split: str, needs: frozenset[str], prefix: str = "encoder.layer") -> Statistics:
+    """The statistics of all layers, or of weights of another ``prefix``, on a split of WikiText-2."""
     source, folder = packaged_model(), data_folder()
     if folder is None:
         raise SystemExit("no folder of data sets: set KFLATS_DATA")
     model, tokenizer = load_model(source), load_tokenizer(source)
-    weights = [w for w in find_weights(model) if w.name.startswith("encoder.layer")]
+    weights = [w for w in find_weights(model) if w.name.startswith(prefix)]
     texts = windows(read_texts(folder / "wikitext2" / f"{split}.txt.gz"), tokenizer, samples=512)
     return measure(model, weights, text_batches(texts.calibration, tokenizer), needs=needs, quiet=True)
 
