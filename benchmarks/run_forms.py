@@ -7,11 +7,16 @@ rounded to 8 bits once more and inputs are not. "int8, mean subtracted": (x - m)
 layer over paragraphs of WikiText-2 (valid). "int8, s = 1": inputs are rounded as they are. ``--compressed DIR`` takes a
 folder of 8 MB that is there.
 
+"on a grid" is the same size with integers that follow no paths of a trellis. Of these alone "int8, stored integers"
+multiplies what the file holds: x s_i is rounded, with the whole step s_i of each column; the means of intervals are
+left out, but for a factor of each column that is fitted to them and multiplied into s_i; integers end at 127.
+
     python benchmarks/run_forms.py --write benchmarks/results/run_forms.md
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,14 +32,19 @@ from torch import Tensor, nn
 
 import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform, Uniform, compress_folder, read_texts, run_as_
+from kflats.codecs import feedback
+from kflats.codecs.streams import decode_rows
+from kflats.codecs.streams import encode as encode_stream
 from kflats.demo import packaged_model
 from kflats.evaluation.outputs import fidelity_of, load_tokenizer
 from kflats.evaluation.running import encode
 from kflats.io import load_model
 from kflats.matrices import running
+from kflats.matrices.coded import STEPS_AN_OCTAVE
 from kflats.matrices.integer_kernels import IntegerKernel
 from kflats.matrices.layers import FactoredLinear
-from kflats.matrices.running import DenseProduct, IntegerProduct, RoundedMatrix, steps_to
+from kflats.matrices.registry import CodedMatrix
+from kflats.matrices.running import LEAST, DenseProduct, IntegerProduct, RoundedMatrix, steps_to
 
 _OF = IntegerProduct.of
 
@@ -56,7 +66,7 @@ def main() -> None:
         made = fidelity_of(before, encode(model, tokenizer, texts))
         return f"{made.mean_cosine:.4f} / {made.p5_cosine:.4f}"
 
-    def line(name: str, model: Any) -> dict[str, object]:
+    def line(name: str, model: Any, on_grid: bool = False) -> dict[str, object]:
         found: dict[str, object] = {"codes of": name}
         for form in ("dense", "bfloat16"):
             run_as_(model, form)
@@ -72,6 +82,10 @@ def main() -> None:
                 found["int8, s = 1"] = near(model)
             with centred(model, lambda: encode(model, tokenizer, paragraphs("valid", 60))):
                 found["int8, mean subtracted"] = near(model)
+            found["int8, stored integers"] = "-"
+            if on_grid:
+                with stored_integers():
+                    found["int8, stored integers"] = near(model)
         print(found, flush=True)
         return found
 
@@ -81,6 +95,10 @@ def main() -> None:
             train = read_texts(data / "wikitext2" / "train.txt.gz")
             compress_folder(source, folder, size="8MB", texts=train, quiet=True)
         lines = [line("kflats --size 8MB", load_model(folder))]
+        with patch.object(feedback, "_PATH_BITS", (math.inf, math.inf)):
+            train = read_texts(data / "wikitext2" / "train.txt.gz")
+            compress_folder(source, f"{place}/grid", size="8MB", texts=train, proof=False, quiet=True)
+        lines.append(line("kflats --size 8MB, on a grid", load_model(f"{place}/grid"), on_grid=True))
     recipes = {"Integer(8)": (KeepDense(), Integer(8), "30%"), "SVD, Transform": (SVD(), Transform(), "13%")}
     for name, (method, codec, keep) in recipes.items():
         model = load_model(source)
@@ -115,6 +133,40 @@ def weights_only(weight: Tensor, scales: Tensor) -> DenseProduct:
 
 def unscaled(weight: Tensor, scales: Tensor) -> IntegerProduct:
     return _OF(weight, torch.ones_like(scales))
+
+
+@contextmanager
+def stored_integers() -> Iterator[None]:
+    """Inside, layers of codes with steps of columns multiply the integers of the file."""
+    row_steps: list[Tensor | None] = []
+    scaled_by = CodedMatrix.scaled
+
+    def of_file(matrix: CodedMatrix, *, transposed: bool, power: float = 0.5) -> tuple[Tensor, Tensor]:
+        n, tensors = matrix.shape[0], matrix.tensors()
+        if "column_steps" not in tensors or not transposed:
+            row_steps.append(None)
+            return scaled_by(matrix, transposed=transposed, power=power)
+        numbers = decode_rows(encode_stream(matrix), matrix.geometry, torch.arange(n)).float()
+        labels = tensors.get("labels", torch.zeros(n, dtype=torch.uint8)).long()
+        less = tensors["shrink"].float()[tensors["contexts"].long()][labels]
+        values = numbers - numbers.sign() * less
+        steps = torch.exp2(tensors["column_steps"].float() / STEPS_AN_OCTAVE)
+        scaled = values * steps
+        own = (matrix.dense() * scaled).sum(1) / scaled.square().sum(1).clamp_min(LEAST)
+        factor = (values * numbers).sum(0) / numbers.square().sum(0).clamp_min(LEAST)
+        row_steps.append(own.clamp_min(LEAST))
+        steps = steps * torch.where(factor > 0, factor, torch.ones_like(factor))
+        return numbers.clamp(-127, 127) * own.unsqueeze(1) * steps, steps
+
+    def product(weight: Tensor, scales: Tensor) -> IntegerProduct:
+        kernel, own = running.integer_kernel("cpu"), row_steps.pop()
+        if own is None:
+            return _OF(weight, scales)
+        numbers = (weight / scales / own.unsqueeze(1)).round().T.to(torch.int8)
+        return IntegerProduct(kernel.packed(numbers), own, scales, kernel)
+
+    with patch.object(CodedMatrix, "scaled", of_file), patch.object(IntegerProduct, "of", product):
+        yield
 
 
 @contextmanager
