@@ -310,6 +310,19 @@ def test_awkward_tables_are_coded(matrix):
     torch.testing.assert_close(dense(code) / unit, matrix.float() / unit, atol=5e-3, rtol=0)
 
 
+@pytest.mark.parametrize("little", [0.0, 1e-4])
+def test_rows_that_count_little_leave_their_bytes_to_the_others(table, little):
+    much = torch.arange(3000) % 6 == 0
+    weights = torch.randn(3000, generator=torch.Generator().manual_seed(1)).mul(2).exp()
+    weights = torch.where(much, weights, little * weights)
+    code = transform_code(table, bits=1, weights=weights)
+    alone = transform_code(table[much], nbytes=3000 * 16 // 8 - 3000 // 8, weights=weights[much])
+    left_out = torch.zeros_like(table)  # and a bit for each row says which one is
+    left_out[much] = dense(alone)
+    lost = (weights.unsqueeze(1) * (left_out - table).square()).sum() / (weights.unsqueeze(1) * table.square()).sum()
+    assert share(code, table, weights) < 1.05 * float(lost)
+
+
 @pytest.mark.slow
 def test_rows_of_weight_zero_and_weights_of_any_range_are_coded(table):
     weights = torch.ones(3000)

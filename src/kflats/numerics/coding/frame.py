@@ -42,6 +42,8 @@ _MARGIN = 1.25
 """The range of a class, in lengths of its longest row. It exceeds 1 because coded axes are not quite orthogonal."""
 _SLACK = 1.05
 """The same in lengths that no row has from the mean of its class."""
+_GROUPS = 64
+"""Groups of like weight in the first guess of the step."""
 _UNLIKE = 16
 """Median lengths from which on a row is unlike the others: the first guess of the step ignores it, and where all rows
 are too long for the step, classes are those of lengths."""
@@ -330,7 +332,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         if kind == "step":
             level = value**2 / 12
         elif energies[0] > 0:
-            level = water_level(energies / n, value * d / known)
+            level = water_level(torch.outer(_weight_groups(v), energies / n), value * d / known)
         return energies, axes, math.sqrt(12 * level)
 
     live = lengths[lengths > 0]
@@ -359,6 +361,16 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         rows, turned, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
     )
     return bare.classed(torch.zeros(n, dtype=torch.int64))
+
+
+def _weight_groups(weights: Tensor) -> Tensor:
+    """(m,) the mean weights of m groups of as many rows each, of like weight; their mean is 1. Rows that count little
+    get few bits or none, and leave theirs to the others."""
+    if float(weights.min()) == float(weights.max()):
+        return torch.ones(1, dtype=torch.float64)
+    parts = weights.sort().values.tensor_split(min(len(weights), _GROUPS))
+    groups = torch.stack([part.mean() for part in parts])
+    return groups / groups.mean()
 
 
 def _read(directions: Tensor, reader: Tensor) -> Tensor:
