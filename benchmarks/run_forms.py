@@ -7,9 +7,9 @@ rounded to 8 bits once more and inputs are not. "int8, mean subtracted": (x - m)
 layer over paragraphs of WikiText-2 (valid). "int8, s = 1": inputs are rounded as they are. ``--compressed DIR`` takes a
 folder of 8 MB that is there.
 
-"on a grid" is the same size with integers that follow no paths of a trellis. Of these alone "int8, stored integers"
-multiplies what the file holds: x s_i is rounded, with the whole step s_i of each column; the means of intervals are
-left out, but for a factor of each column that is fitted to them and multiplied into s_i; integers end at 127.
+"on a grid" is the same size with integers that follow no paths of a trellis, and whose values are the integers
+themselves, in steps, in place of the means of intervals. Of these alone "int8, stored integers" multiplies what the
+file holds: x s_i is rounded, with the whole step s_i of each column, and integers of the matrix end at 127.
 
     python benchmarks/run_forms.py --write benchmarks/results/run_forms.md
 """
@@ -20,7 +20,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +45,7 @@ from kflats.matrices.integer_kernels import IntegerKernel
 from kflats.matrices.layers import FactoredLinear
 from kflats.matrices.registry import CodedMatrix
 from kflats.matrices.running import LEAST, DenseProduct, IntegerProduct, RoundedMatrix, steps_to
+from kflats.numerics.coding.quantizers import Quantizer
 
 _OF = IntegerProduct.of
 
@@ -95,7 +96,7 @@ def main() -> None:
             train = read_texts(data / "wikitext2" / "train.txt.gz")
             compress_folder(source, folder, size="8MB", texts=train, quiet=True)
         lines = [line("kflats --size 8MB", load_model(folder))]
-        with patch.object(feedback, "_PATH_BITS", (math.inf, math.inf)):
+        with patch.object(feedback, "_PATH_BITS", (math.inf, math.inf)), values_are_integers():
             train = read_texts(data / "wikitext2" / "train.txt.gz")
             compress_folder(source, f"{place}/grid", size="8MB", texts=train, proof=False, quiet=True)
         lines.append(line("kflats --size 8MB, on a grid", load_model(f"{place}/grid"), on_grid=True))
@@ -136,6 +137,19 @@ def unscaled(weight: Tensor, scales: Tensor) -> IntegerProduct:
 
 
 @contextmanager
+def values_are_integers() -> Iterator[None]:
+    """Inside, codes with error feedback leave the means of intervals out."""
+    quantizer = feedback._Source._quantizer
+
+    def without_means(*given: Any) -> Quantizer:
+        made = quantizer(*given)
+        return replace(made, shrink=torch.zeros_like(made.shrink))
+
+    with patch.object(feedback._Source, "_quantizer", without_means):
+        yield
+
+
+@contextmanager
 def stored_integers() -> Iterator[None]:
     """Inside, layers of codes with steps of columns multiply the integers of the file."""
     row_steps: list[Tensor | None] = []
@@ -143,19 +157,13 @@ def stored_integers() -> Iterator[None]:
 
     def of_file(matrix: CodedMatrix, *, transposed: bool, power: float = 0.5) -> tuple[Tensor, Tensor]:
         n, tensors = matrix.shape[0], matrix.tensors()
-        if "column_steps" not in tensors or not transposed:
+        if "column_steps" not in tensors or not transposed or bool(tensors["shrink"].any()):
             row_steps.append(None)
             return scaled_by(matrix, transposed=transposed, power=power)
         numbers = decode_rows(encode_stream(matrix), matrix.geometry, torch.arange(n)).float()
-        labels = tensors.get("labels", torch.zeros(n, dtype=torch.uint8)).long()
-        less = tensors["shrink"].float()[tensors["contexts"].long()][labels]
-        values = numbers - numbers.sign() * less
-        steps = torch.exp2(tensors["column_steps"].float() / STEPS_AN_OCTAVE)
-        scaled = values * steps
-        own = (matrix.dense() * scaled).sum(1) / scaled.square().sum(1).clamp_min(LEAST)
-        factor = (values * numbers).sum(0) / numbers.square().sum(0).clamp_min(LEAST)
-        row_steps.append(own.clamp_min(LEAST))
-        steps = steps * torch.where(factor > 0, factor, torch.ones_like(factor))
+        scaled = numbers * (steps := torch.exp2(tensors["column_steps"].float() / STEPS_AN_OCTAVE))
+        own = ((matrix.dense() * scaled).sum(1) / scaled.square().sum(1).clamp_min(LEAST)).clamp_min(LEAST)
+        row_steps.append(own)
         return numbers.clamp(-127, 127) * own.unsqueeze(1) * steps, steps
 
     def product(weight: Tensor, scales: Tensor) -> IntegerProduct:
