@@ -15,6 +15,7 @@ paragraphs of WikiText-2 (valid).
 
     python benchmarks/sequential.py --write benchmarks/results/sequential.md
     python benchmarks/sequential.py --size 6MB --write benchmarks/results/sequential_6mb.md
+    python benchmarks/sequential.py --size 4MB --write benchmarks/results/sequential_4mb.md
 """
 
 from __future__ import annotations
