@@ -24,6 +24,7 @@ from kflats.model.weights import find_weight
 from kflats.numerics import large_matrices
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.classes import split_classes
+from kflats.numerics.coding.frame import source_of
 from kflats.numerics.coding.packing import layout_of, pack, unpack
 from kflats.numerics.coding.rounding import RoundedRows, absmax_code
 from kflats.numerics.coding.tables import KNOTS, Tables, table_for
@@ -321,6 +322,23 @@ def test_rows_that_count_little_leave_their_bytes_to_the_others(table, little):
     left_out[much] = dense(alone)
     lost = (weights.unsqueeze(1) * (left_out - table).square()).sum() / (weights.unsqueeze(1) * table.square()).sum()
     assert share(code, table, weights) < 1.05 * float(lost)
+
+
+def test_in_one_class_rows_that_count_little_leave_nothing(table):
+    """They share the step of the others."""
+    weights = torch.zeros(3000)
+    weights[::600] = torch.tensor([1.0, 1.0, 2.0, 3.0, 1000.0])
+    code = transform_code(table, bits=3, weights=weights, classes=1)
+    assert size_of(code) > 0.99 * 3 * table.numel() / 8
+    assert share(code, table, weights) < 2e-3
+
+
+def test_a_row_that_is_long_does_not_count_little(table):
+    """Without weights the first step is that of one class, however long a row is."""
+    beside = table.clone()
+    beside[::50] *= 300
+    steps = [source_of(as_rows(beside), None, None, ("bits", 2.0), classes).first_step for classes in (1, 32)]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def transform_code(
     (True, [2, 2])
     """
     n, d = rows.shape
-    whole = source_of(rows, weights, right, ("bits", 8 * nbytes / (n * d)))
+    whole = source_of(rows, weights, right, ("bits", 8 * nbytes / (n * d)), _tried(n, classes))
     flats, w = torch.zeros(n, dtype=torch.int64), whole.row_weights
     if labels is not None:
         measured = MetricRows(rows, whole.metric.factor)
@@ -191,11 +191,16 @@ class Estimate:
     basis: CodedBasis
 
 
+def _tried(n: int, classes: int) -> int:
+    """The most classes that are tried of n rows, without those of long rows."""
+    return min(classes, max(1, n // _ROWS_A_CLASS))
+
+
 def _classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
     if source.first_step == 0 or classes == 1:
         return source
-    ways = source.candidates(min(classes, max(1, len(source.labels) // _ROWS_A_CLASS)), classes)
+    ways = source.candidates(_tried(len(source.labels), classes), classes)
     if len(ways) == 1:
         return ways[0]
     # A way whose long rows lie beside short ones of large weight has a coarse least step, and stops there.

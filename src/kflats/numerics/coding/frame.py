@@ -42,8 +42,6 @@ _MARGIN = 1.25
 """The range of a class, in lengths of its longest row. It exceeds 1 because coded axes are not quite orthogonal."""
 _SLACK = 1.05
 """The same in lengths that no row has from the mean of its class."""
-_GROUPS = 64
-"""Groups of like weight in the first guess of the step."""
 _UNLIKE = 16
 """Median lengths from which on a row is unlike the others: the first guess of the step ignores it, and where all rows
 are too long for the step, classes are those of lengths."""
@@ -301,11 +299,14 @@ class Frame:
         return tally, levels
 
 
-def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: tuple[str, float]) -> Source:
+def source_of(
+    rows: Rows, weights: Tensor | None, right: Tensor | None, target: tuple[str, float], classes: int = 1
+) -> Source:
     """Principal axes of the weighted rows in the metric, all rows in one class.
 
     Args:
         target: ("step", its value), which takes weights as they are; or ("bits", per weight): their mean is then 1.
+        classes: how many classes of unlike weight the first guess of a step from bits reckons with.
     """
     n, d = rows.shape
     right = torch.ones(d, dtype=torch.float32) if right is None else right
@@ -320,6 +321,8 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(gram_block(measured))]).to(torch.float64)
     lengths = norms * w.sqrt()
     longest = float(lengths.max())
+    if float(w.min()) == float(w.max()):
+        classes = 1
 
     def principal(cap: float) -> tuple[Tensor, Tensor, float]:
         """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
@@ -332,7 +335,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         if kind == "step":
             level = value**2 / 12
         elif energies[0] > 0:
-            level = water_level(torch.outer(_weight_groups(v), energies / n), value * d / known)
+            level = water_level(torch.outer(_weight_groups(v, classes), energies / n), value * d / known)
         return energies, axes, math.sqrt(12 * level)
 
     live = lengths[lengths > 0]
@@ -363,12 +366,12 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     return bare.classed(torch.zeros(n, dtype=torch.int64))
 
 
-def _weight_groups(weights: Tensor) -> Tensor:
-    """(m,) the mean weights of m groups of as many rows each, of like weight; their mean is 1. Rows that count little
-    get few bits or none, and leave theirs to the others."""
-    if float(weights.min()) == float(weights.max()):
+def _weight_groups(weights: Tensor, count: int) -> Tensor:
+    """(m,) the mean weights of m <= ``count`` groups of as many rows each, of like weight; their mean is 1. Rows that
+    count little get few bits or none, and leave theirs to the others. Those of one class share a step."""
+    if count == 1:
         return torch.ones(1, dtype=torch.float64)
-    parts = weights.sort().values.tensor_split(min(len(weights), _GROUPS))
+    parts = weights.sort().values.tensor_split(min(len(weights), count))
     groups = torch.stack([part.mean() for part in parts])
     return groups / groups.mean()
 
