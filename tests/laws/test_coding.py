@@ -24,7 +24,6 @@ from kflats.model.weights import find_weight
 from kflats.numerics import large_matrices
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.classes import split_classes
-from kflats.numerics.coding.frame import source_of
 from kflats.numerics.coding.packing import layout_of, pack, unpack
 from kflats.numerics.coding.rounding import RoundedRows, absmax_code
 from kflats.numerics.coding.tables import KNOTS, Tables, table_for
@@ -331,14 +330,6 @@ def test_in_one_class_rows_that_count_little_leave_nothing(table):
     code = transform_code(table, bits=3, weights=weights, classes=1)
     assert size_of(code) > 0.99 * 3 * table.numel() / 8
     assert share(code, table, weights) < 2e-3
-
-
-def test_a_row_that_is_long_does_not_count_little(table):
-    """Without weights the first step is that of one class, however long a row is."""
-    beside = table.clone()
-    beside[::50] *= 300
-    steps = [source_of(as_rows(beside), None, None, ("bits", 2.0), classes).first_step for classes in (1, 32)]
-    assert steps[0] == steps[1]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kflats.numerics.rows import Rows, TensorRows, slices
 
-LEAST_WEIGHT = 1e-8
+_LEAST_WEIGHT = 1e-8
 """The least weight that counts, in units of the largest."""
 
 _FEWEST = 32
@@ -75,7 +75,7 @@ def split_classes(weights: Tensor, norms: Tensor, classes: int, active: float, p
     saved in ``active`` coordinates a row exceed what one more class is to store, or it has ``patience`` rows.
     """
     weights, norms = weights.to(torch.float64), norms.to(torch.float64)
-    floor = LEAST_WEIGHT * float(weights.max())
+    floor = _LEAST_WEIGHT * float(weights.max())
     points = torch.stack(
         [weights.clamp_min(floor).log() / 2, norms.clamp_min(1e-8 * max(float(norms.max()), 1e-300)).log()], dim=1
     )
@@ -127,7 +127,7 @@ def _stats(rows: Rows, weights: Tensor, labels: Tensor, classes: int) -> _Stats:
 
 def _cheapest(rows: Rows, weights: Tensor, stats: _Stats, level: float) -> Tensor:
     """(n,) the class in which each row costs least."""
-    floor = LEAST_WEIGHT * float(weights.max())
+    floor = _LEAST_WEIGHT * float(weights.max())
     at = stats.weights.clamp_min(floor)
     noise = (level / at).unsqueeze(1)
     v = stats.squares

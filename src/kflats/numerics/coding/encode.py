@@ -47,6 +47,9 @@ _SMALL, _SMALL_WINDOW = 50_000, 0.996
 """Up to so many bytes a budget counts as met from a larger share of it on."""
 _FAR = 0.98
 """Below this share of the budget a first code was made for too coarse a step."""
+_UNLIKE, _GUESSED_AGAIN = 2.0, 3
+"""Classes and axes are chosen for a guessed step, and again, so often at most, where the step that is found is so many
+times larger or smaller. The guess takes all rows as alike: where most have little weight it is far too large."""
 _BASIS_ROW = 8 * 5
 """Bits a basis row costs beside its levels: its scale and which distribution it follows."""
 
@@ -140,21 +143,42 @@ def transform_code(
     (True, [2, 2])
     """
     n, d = rows.shape
-    whole = source_of(rows, weights, right, ("bits", 8 * nbytes / (n * d)), _tried(n, classes))
+    whole = source_of(rows, weights, right, ("bits", 8 * nbytes / (n * d)))
     flats, w = torch.zeros(n, dtype=torch.int64), whole.row_weights
     if labels is not None:
         measured = MetricRows(rows, whole.metric.factor)
         flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, whole.first_step**2 / 12)
     count = int(flats.max()) + 1
-    if count == 1:
-        return _at_size([_classed(whole, classes)], flats, nbytes, size_of)
-    step = whole.first_step * math.sqrt(whole.metric.scale) or 1.0
-    sources = []
-    for flat in range(count):
-        mine = (flats == flat).nonzero().squeeze(1)
-        source = source_of(PartOfRows(rows, mine), w[mine], right, ("step", step))
-        sources.append(_classed(source, 1 + max(0, classes - count) * len(mine) // n))
-    return _at_size(sources, flats, nbytes, size_of)
+
+    def parted(step: float) -> list[Source]:
+        """The rows of each flat in classes, by axes and ranges for this ``step``, in the matrix' unit."""
+        if count == 1:
+            return [_classed(source_of(rows, w, right, ("step", step)), classes)]
+        sources = []
+        for flat in range(count):
+            mine = (flats == flat).nonzero().squeeze(1)
+            source = source_of(PartOfRows(rows, mine), w[mine], right, ("step", step))
+            sources.append(_classed(source, 1 + max(0, classes - count) * len(mine) // n))
+        return sources
+
+    first = whole.first_step * math.sqrt(whole.metric.scale)
+    sources = [_classed(whole, classes)] if count == 1 else parted(first or 1.0)
+    beside = math.ceil(label_bits(torch.bincount(flats)) / 8)
+    found = _search(sources, nbytes, beside)
+    for _ in range(_GUESSED_AGAIN):
+        scale = math.sqrt(sources[0].metric.scale)
+        if first == 0 or 1 / _UNLIKE < found.step * scale / first < _UNLIKE:
+            break
+        first = found.step * scale
+        try:
+            others = parted(first)
+            other = _search(others, nbytes, beside)
+        except DoesNotFitError:
+            break
+        if other.error * others[0].metric.scale >= found.error * sources[0].metric.scale:
+            break
+        sources, found = others, other
+    return _at_size(sources, found, flats, nbytes, size_of)
 
 
 def transform_rates(
@@ -191,16 +215,11 @@ class Estimate:
     basis: CodedBasis
 
 
-def _tried(n: int, classes: int) -> int:
-    """The most classes that are tried of n rows, without those of long rows."""
-    return min(classes, max(1, n // _ROWS_A_CLASS))
-
-
 def _classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
     if source.first_step == 0 or classes == 1:
         return source
-    ways = source.candidates(_tried(len(source.labels), classes), classes)
+    ways = source.candidates(min(classes, max(1, len(source.labels) // _ROWS_A_CLASS)), classes)
     if len(ways) == 1:
         return ways[0]
     # A way whose long rows lie beside short ones of large weight has a coarse least step, and stops there.
@@ -294,23 +313,24 @@ def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
     )
 
 
-def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Callable[[FlatsCode], int]) -> FlatsCode:
-    """The code of all sources at one step, of ``budget`` bytes at most."""
+def _at_size(
+    sources: Sequence[Source], found: _Found, flats: Tensor, budget: int, size_of: Callable[[FlatsCode], int]
+) -> FlatsCode:
+    """The code of all sources at one step, of ``budget`` bytes at most; by samples that is the step ``found``."""
     beside = math.ceil(label_bits(torch.bincount(flats)) / 8)
     finest = _finest(sources)
     # A small code is quick to make again, and is most of a small file, which its bytes must fill.
     window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
 
-    def begun(beside: int) -> tuple[list[tuple[Source, CodedBasis, Quantizer]], float]:
+    def begun(found: _Found) -> tuple[list[tuple[Source, CodedBasis, Quantizer]], float]:
         """Quantizers for all tries that follow, so that the size falls with the step; and the first step."""
-        bases, step = _search(sources, budget, beside)
-        pairs = zip(sources, bases, strict=True)
+        pairs, step = zip(sources, found.bases, strict=True), found.step
         return [(source, basis, _designed(source.frame(basis, step))) for source, basis in pairs], step
 
     best: FlatsCode | None = None
     fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
     fits: tuple[float, int] | None = None  # the finest known to fit
-    quantizers, step = begun(beside)
+    quantizers, step = begun(found)
     first, rounds, sizes = step, 1, list[int]()
     for attempt in range(_ROUNDS * _TRIES):
         codes = tuple(_code(source.frame(basis, step), quantizer) for source, basis, quantizer in quantizers)
@@ -327,7 +347,7 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
             if attempt == 0 and size < _FAR * budget:
                 # A file may take less than what was counted; so much finer a step asks for other quantizers.
                 beside += size - int(aim * budget)
-                quantizers, first = begun(beside)
+                quantizers, first = begun(_search(sources, budget, beside))
                 step = first
                 continue
         if attempt >= rounds * _TRIES - 1 and best is not None:
@@ -342,7 +362,7 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
             # Axes and distributions are most of a small code, and a coarser step does not change them: other ones.
             more = beside + size - int(aim * budget)
             try:
-                quantizers, first = begun(more)
+                quantizers, first = begun(_search(sources, budget, more))
             except DoesNotFitError:
                 rounds = _ROUNDS
             else:
@@ -356,9 +376,18 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     return best
 
 
-def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[CodedBasis], float]:
+@dataclass(frozen=True)
+class _Found:
+    """By samples: the ``step`` of a size, the ``bases`` that pay there, and the weighted squared ``error``."""
+
+    bases: list[CodedBasis]
+    step: float
+    error: float
+
+
+def _search(sources: Sequence[Source], budget: int, beside: int) -> _Found:
     """The step whose size, by samples and ``beside`` together, is the aim within half a percent (false position on the
-    logarithms), and the bases that pay there."""
+    logarithms)."""
     samples = [source.sample() for source in sources]
 
     def estimates(step: float) -> tuple[list[Estimate], float]:
@@ -392,7 +421,7 @@ def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[C
             f"a budget of {budget:,} bytes cannot hold the {math.ceil(least):,} that labels and scales alone need",
             hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
         )
-    return [one.basis for one in rates], 2.0**here
+    return _Found([one.basis for one in rates], 2.0**here, sum(one.error for one in rates))
 
 
 def _finest(sources: Sequence[Source]) -> float:

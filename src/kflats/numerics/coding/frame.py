@@ -299,14 +299,11 @@ class Frame:
         return tally, levels
 
 
-def source_of(
-    rows: Rows, weights: Tensor | None, right: Tensor | None, target: tuple[str, float], classes: int = 1
-) -> Source:
+def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: tuple[str, float]) -> Source:
     """Principal axes of the weighted rows in the metric, all rows in one class.
 
     Args:
         target: ("step", its value), which takes weights as they are; or ("bits", per weight): their mean is then 1.
-        classes: how many classes of unlike weight the first guess of a step from bits reckons with.
     """
     n, d = rows.shape
     right = torch.ones(d, dtype=torch.float32) if right is None else right
@@ -321,8 +318,6 @@ def source_of(
     norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(gram_block(measured))]).to(torch.float64)
     lengths = norms * w.sqrt()
     longest = float(lengths.max())
-    if float(w.min()) == float(w.max()):
-        classes = 1
 
     def principal(cap: float) -> tuple[Tensor, Tensor, float]:
         """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
@@ -335,7 +330,7 @@ def source_of(
         if kind == "step":
             level = value**2 / 12
         elif energies[0] > 0:
-            level = water_level(torch.outer(_weight_groups(v, classes), energies / n), value * d / known)
+            level = water_level(energies / n, value * d / known)
         return energies, axes, math.sqrt(12 * level)
 
     live = lengths[lengths > 0]
@@ -364,16 +359,6 @@ def source_of(
         rows, turned, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
     )
     return bare.classed(torch.zeros(n, dtype=torch.int64))
-
-
-def _weight_groups(weights: Tensor, count: int) -> Tensor:
-    """(m,) the mean weights of m <= ``count`` groups of as many rows each, of like weight; their mean is 1. Rows that
-    count little get few bits or none, and leave theirs to the others. Those of one class share a step."""
-    if count == 1:
-        return torch.ones(1, dtype=torch.float64)
-    parts = weights.sort().values.tensor_split(min(len(weights), count))
-    groups = torch.stack([part.mean() for part in parts])
-    return groups / groups.mean()
 
 
 def _read(directions: Tensor, reader: Tensor) -> Tensor:
