@@ -163,7 +163,7 @@ def transform_code(
 
     first = whole.first_step * math.sqrt(whole.metric.scale)
     sources = [_classed(whole, classes)] if count == 1 else parted(first or 1.0)
-    beside = math.ceil(label_bits(torch.bincount(flats)) / 8)
+    beside = _flat_bytes(flats)
     found = _search(sources, nbytes, beside)
     for _ in range(_GUESSED_AGAIN):
         scale = math.sqrt(sources[0].metric.scale)
@@ -237,6 +237,11 @@ def label_bits(sizes: Tensor) -> float:
     """Ideal bits of all labels of classes of these sizes (C,)."""
     sizes = sizes[sizes > 0].to(torch.float64)
     return -float((sizes * (sizes / sizes.sum()).log2()).sum())
+
+
+def _flat_bytes(flats: Tensor) -> int:
+    """Ideal bytes of the flats (n,) of all rows."""
+    return math.ceil(label_bits(torch.bincount(flats)) / 8)
 
 
 def context_moves(contexts: Tensor) -> Tensor:
@@ -317,7 +322,7 @@ def _at_size(
     sources: Sequence[Source], found: _Found, flats: Tensor, budget: int, size_of: Callable[[FlatsCode], int]
 ) -> FlatsCode:
     """The code of all sources at one step, of ``budget`` bytes at most; by samples that is the step ``found``."""
-    beside = math.ceil(label_bits(torch.bincount(flats)) / 8)
+    beside = _flat_bytes(flats)
     finest = _finest(sources)
     # A small code is quick to make again, and is most of a small file, which its bytes must fill.
     window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
