@@ -9,7 +9,8 @@ folder of 8 MB that is there.
 
 "on a grid" is the same size with integers that follow no paths of a trellis, and whose values are the integers
 themselves, in steps, in place of the means of intervals. Of these alone "int8, stored integers" multiplies what the
-file holds: x s_i is rounded, with the whole step s_i of each column, and integers of the matrix end at 127.
+file holds: x s_i is rounded, with the whole step s_i of each column. Layers with integers beyond 127 are rounded again,
+as in "int8".
 
     python benchmarks/run_forms.py --write benchmarks/results/run_forms.md
 """
@@ -161,10 +162,13 @@ def stored_integers() -> Iterator[None]:
             row_steps.append(None)
             return scaled_by(matrix, transposed=transposed, power=power)
         numbers = decode_rows(encode_stream(matrix), matrix.geometry, torch.arange(n)).float()
+        if int(numbers.abs().max()) > 127:
+            row_steps.append(None)
+            return scaled_by(matrix, transposed=transposed, power=power)
         scaled = numbers * (steps := torch.exp2(tensors["column_steps"].float() / STEPS_AN_OCTAVE))
         own = ((matrix.dense() * scaled).sum(1) / scaled.square().sum(1).clamp_min(LEAST)).clamp_min(LEAST)
         row_steps.append(own)
-        return numbers.clamp(-127, 127) * own.unsqueeze(1) * steps, steps
+        return numbers * own.unsqueeze(1) * steps, steps
 
     def product(weight: Tensor, scales: Tensor) -> IntegerProduct:
         kernel, own = running.integer_kernel("cpu"), row_steps.pop()
