@@ -13,7 +13,7 @@ mean square of a column (``evening_scales``).
 
 ``benchmarks/run_forms.py`` measures what this leaves out. To round the matrix with feedback could gain less than .001
 of cosine, for the matrix has 8 bits. To subtract the mean of the inputs first, which only compression knows, gains
-.0003 for codes with error feedback.
+at most .0003 for codes with error feedback.
 """
 
 from __future__ import annotations
