@@ -3,15 +3,16 @@
 ``Feedback`` moves the value of each symbol to the mean of its interval, with one number for each distribution, inside
 the recursion. A least-squares factor for each input (LMMSE; WaterSIC, arXiv:2603.04956) would come after it, and be
 stored with each column's step. Here it is fitted to the targets of finished codes: the share of the weighted squared
-error that it takes, median and largest of the 36 linear layers of all-MiniLM-L6-v2 under ``KroneckerFisher``. A fit of
-one number for n outputs takes about 1 / n of any error: .0026 where n is 384.
+error that it takes, median and largest of the 36 linear layers of all-MiniLM-L6-v2 under ``KroneckerFisher``, or of
+every 7th (``--every 7``), which are of all kinds. A fit of one number for n outputs takes about 1 / n of any error:
+.0026 where n is 384.
 
 The second table has it inside of the recursion, under ``InputGram``, where columns are rounded one after another: each
 column is multiplied by its factor before its error is passed on. It is the share that this takes off the error of
 the recursion without factors, with the same prices of bits. (Under two Grams no column is complete before the next
 one begins, so that there is no such factor.)
 
-    python benchmarks/shrinkage.py --write benchmarks/results/shrinkage.md
+    python benchmarks/shrinkage.py --every 7 --write benchmarks/results/shrinkage.md
 """
 
 from __future__ import annotations
