@@ -16,7 +16,7 @@ import kflats
 from kflats import Flats
 from kflats.common.texts import packaged_texts
 from kflats.recover.recover import recover_
-from kflats.tasks.batches import collate, text_features
+from kflats.tasks.batches import collate_features, text_features
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     kflats.compress_(small, {"embeddings.word_embeddings": Flats(k=3)}, keep="20%", quiet=True)
 
     texts = text_features(packaged_texts("count")[:80], tokenizer, max_length=32, model=small)
-    batches = [collate(texts[start : start + 8]) for start in range(0, len(texts), 8)]
+    batches = [collate_features(texts[start : start + 8]) for start in range(0, len(texts), 8)]
     done = recover_(
         small,
         batches[2:],

@@ -163,15 +163,15 @@ def test_a_quality_that_no_size_keeps() -> None:
 @pytest.mark.slow
 def test_a_model_that_draws_random_numbers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first size, which it does not keep."""
-    factorize, fitted = quality_module.factorize, list[object]()
-    monkeypatch.setattr(quality_module, "factorize", lambda *given: fitted.append(given) or factorize(*given))
+    fit, tried = quality_module.fitted, list[object]()
+    monkeypatch.setattr(quality_module, "fitted", lambda *given, **more: tried.append(given) or fit(*given, **more))
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = transformers.ViTMAEConfig(image_size=24, patch_size=6, decoder_num_attention_heads=2, **sizes)
     transformers.ViTMAEModel(config).save_pretrained(tmp_path / "model")  # masks patches at random
     with pytest.raises(KflatsError, match=r"0.99 is not supported with ViTMAEModel.* it draws random numbers"):
         kflats.compress_folder(tmp_path / "model", tmp_path / "out", samples=8, quiet=True)
-    assert len(fitted) == 1
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("quality", [0.0, 1.0, 1.5, -1, float("nan"), "high"])

@@ -393,7 +393,9 @@ def test_several_workers_measure_layer_by_layer_too(
     whole = measure(model, find_weights(model), batches(), needs=FIELDS, quiet=True)
     traced, trace = Counter[int](), layers.Chain._traced
     monkeypatch.setattr(
-        layers.Chain, "_traced", lambda self, batch, first: traced.update([first]) or trace(self, batch, first)
+        layers.Chain,
+        "_traced",
+        lambda self, batch, first, ends: traced.update([first]) or trace(self, batch, first, ends),
     )
 
     def one(workers: Workers) -> Any:

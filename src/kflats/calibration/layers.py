@@ -13,7 +13,7 @@ The numbers are those of a pass through the whole model: each layer computes the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -183,8 +183,7 @@ class Chain:
             groups: divides weights by the memory that their sums take.
         """
         items = [item for block in blocks.values() for item in block]
-        for first, batch in items:
-            self._traces[first] = self._traced(batch, first)
+        self.start(items)
         homes = {weight.name: self._home(weight) for weight in weights}
         count = len(self._layers)
         for k in reversed(range(count)):
@@ -192,7 +191,7 @@ class Chain:
             arrived: dict[int, _OnDisk] = {}
 
             def step(batch: Batch, first: int, k: int = k, arrived: dict[int, _OnDisk] = arrived) -> None:
-                gradient = self._run_layer(k, self._traces[first])
+                gradient = self._run_layer(k, first)
                 if gradient is not None and first not in arrived:
                     arrived[first] = self._kept(gradient)
 
@@ -206,6 +205,28 @@ class Chain:
         for group in groups([weight for weight in weights if homes[weight.name] == -1]):
             yield Pass("measuring tables and heads", group, self._run_ends)
 
+    def start(self, items: Iterable[tuple[int, Batch]], *, ends: bool = False) -> None:
+        """Run the model on batches, each with the number of its first sample, and keep what its layers are given.
+        ``ends``: of the states h_0 and h_L alone."""
+        for first, batch in items:
+            self._traces[first] = self._traced(batch, first, ends)
+
+    def state(self, k: int, first: int) -> Tensor:
+        """A copy of h_k of a batch that was run."""
+        return self._traces[first].states[k].copy()
+
+    def entered(self, batch: Batch, first: int) -> Tensor:
+        """h_0 of a batch that was run, as the model computes it now: what is before the layers may have changed."""
+        entered = list[Tensor]()
+        with self._left_out(self.state(-1, first), entered):
+            self._losses(batch, first)
+        return entered[-1]
+
+    def output(self, k: int, first: int, state: Tensor) -> Tensor:
+        """What layer k gives for ``state`` in place of h_k of a batch, with its other arguments as they were."""
+        args, kwargs = _mapped(self._traces[first].calls[k], lambda leaf: state if leaf is _STATE else leaf.copy())
+        return _state_of(self._layers[k](*args, **kwargs))
+
     def _home(self, weight: Weight) -> int | None:
         """The layer that a weight is in, -1 for none, None for several."""
         modules = [module_of(self._model, place) for place in weight.places]
@@ -216,7 +237,7 @@ class Chain:
     def _homes(self) -> dict[int, int]:
         return {id(module): k for k, layer in enumerate(self._layers) for module in layer.modules()}
 
-    def _traced(self, batch: Batch, first: int) -> _Trace:
+    def _traced(self, batch: Batch, first: int, ends: bool) -> _Trace:
         trace = _Trace()
         # By object and version: a model may write into an argument between two layers. The original is kept, so that no
         # other tensor takes its id.
@@ -232,15 +253,16 @@ class Chain:
         def enter(k: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
             state = kwargs[self._slot] if isinstance(self._slot, str) else args[self._slot]
             assert isinstance(state, Tensor)
-            trace.states.append(self._kept(state))
+            if not (k and ends):
+                trace.states.append(self._kept(state))
             trace.calls.append(_mapped((args, kwargs), lambda leaf: _STATE if leaf is state else kept(leaf)))
             return state.detach()
 
         def leave(k: int, state: Tensor) -> Tensor:
-            ends = k == len(self._layers) - 1
-            if ends:  # now: what follows may write into it
+            is_last = k == len(self._layers) - 1
+            if is_last:  # now: what follows may write into it
                 trace.states.append(self._kept(state))
-            last[:] = [state.detach().requires_grad_(self._gradients and ends)]
+            last[:] = [state.detach().requires_grad_(self._gradients and is_last)]
             return last[0]
 
         with self._watched(enter, leave, self._gradients):
@@ -256,16 +278,15 @@ class Chain:
     def _kept(self, tensor: Tensor) -> _OnDisk:
         return _OnDisk(self._spill.kept({"tensor": tensor})["tensor"], tensor.device)
 
-    def _run_layer(self, k: int, trace: _Trace) -> Tensor | None:
+    def _run_layer(self, k: int, first: int) -> Tensor | None:
         """Run a layer forward and backward; the gradient by its input."""
         with torch.set_grad_enabled(self._gradients):
-            own = trace.states[k].copy().requires_grad_(self._gradients)
-            state = own.clone()
-            args, kwargs = _mapped(trace.calls[k], lambda leaf: state if leaf is _STATE else leaf.copy())
-            output = self._layers[k](*args, **kwargs)
-            if trace.gradient is None:
+            own = self.state(k, first).requires_grad_(self._gradients)
+            output = self.output(k, first, own.clone())
+            gradient = self._traces[first].gradient
+            if gradient is None:
                 return None
-            _state_of(output).backward(trace.gradient.copy())
+            output.backward(gradient.copy())
         return own.grad
 
     def _run_ends(self, batch: Batch, first: int) -> None:

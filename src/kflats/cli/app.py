@@ -160,6 +160,14 @@ def compress(
     trim: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts.")
     ] = None,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential",
+            help="Code linear layers again, one after another, for what they read behind coded tables and layers: "
+            "outputs come nearer, most of all in few bits, in about twice the time.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
     run_as: Annotated[
         RunAs,
@@ -190,6 +198,7 @@ def compress(
     others: dict[str, object] = {
         "--plan": plan,
         "--trim": trim,
+        "--sequential": sequential or None,
         "--eval-texts": eval_texts,
         "--no-proof": no_proof or None,
         "--run-as": None if run_as == "dense" else run_as,
@@ -215,7 +224,8 @@ def compress(
     _check_places(out, force, model)
     if start(workers):
         return
-    read = data.read() | {"score": scored, "proof": not no_proof, "eval_texts": texts_of(eval_texts)}
+    read = data.read() | {"score": scored, "sequential": sequential}
+    read |= {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
     from kflats.recipe.recipe import Plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -103,7 +104,7 @@ def factorize(
     open_ones = [one for one in chosen if not one.recipe.is_dense]
     last = [one for one in open_ones if adjusted is not None and one.weight is adjusted.weight]
     with progress_bar(quiet=quiet) as update:
-        fits = _Fits(model, plan, data, seed, partial, update, workers)
+        fits = Fits(model, plan, data, seed, partial, update, workers)
         fits.add_to_(done, [one for one in open_ones if one not in last])
         for decision in last:
             made = [one for one in done.values() if one.matrix is not None]
@@ -115,7 +116,7 @@ def factorize(
 
 
 @dataclass(frozen=True)
-class _Fits:
+class Fits:
     """What the fits of one plan share."""
 
     model: nn.Module
@@ -133,21 +134,21 @@ class _Fits:
         tasks = [f"fitting {_names(group)}" for group in groups]
         packed = Packed[list[CompressedWeight]](
             lambda made: some([one.decision.weight.name for one in made]),
-            lambda index, names: [self._written(decision) for decision in groups[index]],
+            lambda index, names: [self.written(decision) for decision in groups[index]],
         )
         made = self.workers.divided(tasks, lambda index: self._group(groups[index], places[index]), packed)
         done.update({one.decision.weight.name: one for group in made for one in group})
 
     def _group(self, group: Sequence[Decision], place: int) -> list[CompressedWeight]:
         """What ``_groups`` puts together: each weight is fitted and written, or taken from an interrupted run."""
-        made = {one.weight.name: self._stored(one) for one in group}
+        made = {one.weight.name: self.stored(one) for one in group}
         open_ones = [one for one in group if made[one.weight.name] is None]
         self.update(f"fitting {_names(open_ones or group)}", place, len(self.plan.decisions))
         fitted = self._fitted_together(open_ones, place) if len(open_ones) > 1 else None
         for one in open_ones:
             # No name holds what was fitted: it is gone once it is written.
-            made[one.weight.name] = self._kept(
-                self._reported(one, *(fitted.pop(0) if fitted else self._fitted([one], place)[0]))
+            made[one.weight.name] = self.kept(
+                self.reported(one, *(fitted.pop(0) if fitted else self._fitted([one], place)[0]))
             )
         return [one for one in made.values() if one is not None]
 
@@ -166,11 +167,13 @@ class _Fits:
         with usual_settings():
             return _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
 
-    def _reported(self, decision: Decision, problem: Problem, factored: Factored) -> CompressedWeight:
+    def reported(self, decision: Decision, problem: Problem, factored: Factored) -> CompressedWeight:
+        """What was made of a weight, with its report."""
         with usual_settings():
             return _compressed(self.model, decision, self.data, self.plan.budget, problem, factored)
 
-    def _kept(self, one: CompressedWeight) -> CompressedWeight:
+    def kept(self, one: CompressedWeight) -> CompressedWeight:
+        """The same, written and mapped, where there is a ``partial`` run."""
         if self.partial is None or one.matrix is None:
             return replace(one, stream=None)
         decision, matrix = one.decision, one.matrix
@@ -179,15 +182,20 @@ class _Fits:
         given = {key: tensor for key, tensor in beside.items() if tensor is not None}
         self.partial.put(decision.weight.name, matrix.tensors() | given, meta)
         del one, matrix, beside, given  # what was written takes its place, and stays on disk
-        return self._written(decision)
+        return self.written(decision)
 
-    def _stored(self, decision: Decision) -> CompressedWeight | None:
+    def stored(self, decision: Decision) -> CompressedWeight | None:
         """What was written of this weight, if anything was."""
         stored = self.partial.get(decision.weight.name) if self.partial else None
         return None if stored is None else _restored(decision, *stored)
 
-    def _written(self, decision: Decision) -> CompressedWeight:
-        made = self._stored(decision)
+    def written(self, decision: Decision) -> CompressedWeight:
+        """What this or another worker wrote of this weight.
+
+        Raises:
+            KflatsError: it cannot be read.
+        """
+        made = self.stored(decision)
         if made is None:
             raise KflatsError(
                 f"{decision.weight.name}, which was fitted and written, cannot be read",
@@ -525,6 +533,12 @@ class Partial:
         header = {"meta": text, "digest": self._digest(name, text, stored)}
         with replaced(path) as aside:
             save_file(stored, aside, metadata=header)
+
+    def beside(self, name: str) -> Partial:
+        """What is kept of the same run under another name: no name here is one there."""
+        other = copy.copy(self)
+        other.fingerprint = sha256([self.fingerprint, name])
+        return other
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{sha256([self.fingerprint, name])[:24]}.safetensors"

@@ -28,7 +28,6 @@ from kflats.common.workers import Workers
 from kflats.compress.fitting import (
     Partial,
     copies_fingerprint,
-    factorize,
     kept_streams,
     measured_once,
     model_fingerprint,
@@ -37,6 +36,7 @@ from kflats.compress.fitting import (
 )
 from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
+from kflats.compress.sequential import fitted
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare, settle_form_
 from kflats.evaluation.running import Batch, modality_of
@@ -120,6 +120,7 @@ def compress_(
     statistics: Statistics | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
+    sequential: bool = False,
     seed: int = 0,
     quiet: bool = False,
 ) -> Report:
@@ -132,6 +133,8 @@ def compress_(
     Args:
         model, recipes, keep, size, texts, tokenizer, calibration, objective, statistics, samples, allocation: as
             ``plan``; or ``recipes`` is a ``Plan``, without a budget.
+        sequential: whether coded linear layers are coded again, one after another, for what they read behind coded
+            tables and layers (docs/codecs.md). It takes about as long again.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
 
@@ -154,7 +157,7 @@ def compress_(
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
     data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     decided = decide(model, recipes, budget, data, Sharing(allocation, quiet=quiet))
-    return swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
+    return swapped(model, decided.plan, fitted(model, decided, seed, quiet, None, sequential=sequential), seed)
 
 
 def compress_folder(
@@ -175,6 +178,7 @@ def compress_folder(
     prepared: Prepared | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
+    sequential: bool = False,
     score: Callable[[nn.Module, Any], float] | None = None,
     trim: int | None = None,
     seed: int = 0,
@@ -204,6 +208,7 @@ def compress_folder(
         keep_statistics: a file to keep them in for later (``Statistics.load``).
         prepared: for several sizes of one model with the same data: one ``Prepared()`` given to each call, so that
             the model is measured once.
+        sequential: as ``compress_``.
         score: of a model and its tokenizer, higher is better: with ``Flats(k=None)`` or ``MESSI(k=None)`` the number
             of flats is the one whose model scores best (``search_flats``), not the one of least error. Needs a size.
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
@@ -305,11 +310,11 @@ def compress_folder(
             limit = files.limit(decided.plan)
             files.check_plan(decided.plan, limit)
             room = None if limit is None else limit - files.beside - limit // _SHARD_BYTES * _SHARD_HEADER
-            done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
+            done = fitted(model, decided, seed, quiet, finished(decided), room, workers, sequential=sequential)
         else:
             judge, judged = _judge(model, data, judged)
             decided, done, limit = smallest(
-                model, named, data, measured, finished, judge, quality, seed, form, files.before, sharing
+                model, named, data, measured, finished, judge, quality, seed, form, files.before, sharing, sequential
             )
         if prepared is not None:
             prepared.about, prepared.data = about, decided.data

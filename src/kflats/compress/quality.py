@@ -15,7 +15,8 @@ from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.common.workers import Packed, Workers
-from kflats.compress.fitting import CompressedWeight, Partial, factorize, swapped
+from kflats.compress.fitting import CompressedWeight, Partial, swapped
+from kflats.compress.sequential import fitted
 from kflats.evaluation.outputs import Judge
 from kflats.model.run_as import set_run_form_
 from kflats.planning.calibration_data import CalibrationData
@@ -58,11 +59,13 @@ def smallest(
     run_as: RunForm,
     most: int,
     sharing: Sharing,
+    sequential: bool = False,
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
     Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates. What an
-    interrupted search has ``finished`` is not fitted again. ``most`` are bytes of the original's files.
+    interrupted search has ``finished`` is not fitted again. ``most`` are bytes of the original's files. ``sequential``:
+    as ``fitted`` has it.
 
     Raises:
         KflatsError: as ``decide``; no size below the original's keeps the quality; a model that draws random numbers,
@@ -99,11 +102,11 @@ def smallest(
         )
         known = decided.data
         room = nbytes - sharing.beside
-        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
+        done = fitted(model, decided, seed, quiet, finished(decided), room, workers, sequential=sequential)
 
         def judged(_: int) -> float:
             small = _copied(model)
-            swapped(small, decided.plan, fitted, seed)
+            swapped(small, decided.plan, done, seed)
             set_run_form_(small, run_as)
             try:
                 return judge(small).loss
@@ -122,7 +125,7 @@ def smallest(
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         if loss > 1 - quality:
             check_steady()
-        return loss, (decided, fitted)
+        return loss, (decided, done)
 
     weights = [chosen.weight for chosen in select(model, recipes, data)]
     assert sharing.file_bytes is not None

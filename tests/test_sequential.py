@@ -1,0 +1,356 @@
+"""Sequential calibration: targets behind coded layers, and layers that are coded again for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import together
+from torch import Tensor, nn
+
+import kflats
+from kflats import Integer, Recipe
+from kflats.calibration.sequential import Moments, recalibrate
+from kflats.common.workers import Workers
+from kflats.compress.fitting import CompressedWeight, Partial, swapped
+from kflats.compress.sequential import _NOTE as NOTE
+from kflats.compress.sequential import fitted
+from kflats.importance import InputGram
+from kflats.methods import KeepDense
+from kflats.model.weights import dense_weight, find_weights
+from kflats.planning.calibration_data import gather
+from kflats.planning.decide import Decided, decide
+from kflats.recipe.budget import one_budget
+
+COARSE = Recipe(KeepDense(), InputGram(), Integer(2), matrix_rows="out_features")
+TABLE = Recipe(KeepDense(), codec=Integer(4))
+
+
+class Block(nn.Module):
+    """Two layers that read one tensor, and one that reads both."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.left(x)) * self.right(x))
+
+
+class Blocks(nn.Module):
+    """A table and a chain of blocks."""
+
+    def __init__(self, width: int = 48, count: int = 3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(60, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def blocks(**settings: int) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(**settings).eval()
+
+
+def windows(count: int = 8, length: int = 12) -> list[dict[str, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(60, (8, length), generator=draws)} for _ in range(count)]
+
+
+def decided_for(model: nn.Module) -> Decided:
+    data = gather(None, None, windows(), None, None)
+    return decide(model, {"linear": COARSE, "words": TABLE}, one_budget("30%", None), data)
+
+
+def moments_of(x: Tensor, z: Tensor) -> Moments:
+    return Moments.of([(x[:30], z[:30]), (x[30:], z[30:])])
+
+
+def planted() -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(2)
+    x = torch.randn(200, 6, generator=draws)
+    turned = torch.linalg.qr(torch.randn(6, 6, generator=draws)).Q
+    z = x @ turned + 0.1 * torch.randn(200, 6, generator=draws) + 0.5
+    return x, z, torch.randn(6, 4, generator=draws)
+
+
+def test_the_target_is_that_of_least_squares() -> None:
+    x, z, matrix = planted()
+    found = moments_of(x, z).target(matrix, part=1, damping=1e-12)
+    best = torch.linalg.lstsq(z.double(), x.double() @ matrix.double()).solution
+    torch.testing.assert_close(found, best, rtol=1e-2, atol=1e-3)
+    half = moments_of(x, z).target(matrix, part=0.5, damping=1e-12)
+    torch.testing.assert_close(half, (best + matrix) / 2, rtol=1e-2, atol=1e-3)
+
+
+def test_centred_moments_are_those_of_centred_inputs() -> None:
+    x, z, _ = planted()
+    centred, apart = moments_of(x, z).centred(), moments_of(x - x.mean(0), z - z.mean(0))
+    torch.testing.assert_close(centred.gram, apart.gram, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(centred.cross, apart.cross, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same inputs", "no inputs"])
+def test_without_errors_before_it_the_target_is_the_layer_itself(same: bool) -> None:
+    x, _, matrix = planted()
+    x = x if same else 0 * x
+    torch.testing.assert_close(moments_of(x, x).target(matrix, 1, 0.1).float(), matrix)
+
+
+def test_inputs_without_spread_are_noise_of_rounding() -> None:
+    """Centred, they have a Gram matrix of rounding errors, which may not be definite."""
+    draws = torch.Generator().manual_seed(5)
+    for seed in range(20):
+        x = torch.randn(1, 12, generator=draws).expand(40, 12) * (1 + 1e-7 * seed)
+        matrix = torch.randn(12, 3, generator=draws)
+        found = moments_of(x, 1.01 * x).centred().target(matrix, 1, 0.25)
+        torch.testing.assert_close(found.float(), matrix, rtol=0, atol=0.05)
+
+
+def visited(model: nn.Module, batches: list[dict[str, Tensor]], **more: Any) -> list[tuple[list[str], Any]]:
+    """The groups that are recoded, each as half of itself, and how far their inputs are from the original's."""
+    seen = []
+
+    def recode(weights: Any, moments: Moments | None) -> dict[str, tuple[Tensor, Tensor | None]]:
+        seen.append(([weight.name for weight in weights], moments and float(moments.cross.abs().max())))
+        return {weight.name: (original[weight.name] / 2, None) for weight in weights}
+
+    layers = [weight for weight in find_weights(model) if weight.places[0].role in ("linear", "conv1d")]
+    original = {weight.name: dense_weight(model, weight).clone() for weight in layers}
+    assert recalibrate(model, layers, more.pop("tables", ()), batches, recode, **more)
+    return seen
+
+
+def test_layers_are_visited_in_the_order_of_their_calls_behind_those_before() -> None:
+    model = blocks(count=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = visited(model, windows(2))
+    of_block = [["layers.{}.left", "layers.{}.right"], ["layers.{}.out"]]
+    assert [names for names, _ in seen] == [[name.format(k) for name in names] for k in (0, 1) for names in of_block]
+    assert seen[0][1] == 0
+    assert all(apart > 0 for _, apart in seen[1:])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Crooked(Block):
+    """A layer that is called twice, one that reads a part of what the one before reads, and one that reads few
+    tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.twice, self.part = nn.Linear(width, width), nn.Linear(width // 2, width)
+        self.few = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As they are called."""
+        y = super().forward(self.twice(self.twice(x))) + self.part(x.chunk(2, -1)[0])
+        return y + self.few(x[:, :1])
+
+
+def test_layers_that_read_something_else_are_not_measured() -> None:
+    model = blocks(count=2)
+    model.layers = nn.ModuleList(Crooked(48) for _ in range(2))
+    seen = visited(model, windows(2))
+    measured = [[name.partition(".")[2] for name in names] for names, apart in seen if apart is not None]
+    assert measured == [
+        [f"{k}.{name}" for name in group] for k in (0, 1) for group in (["left", "right"], ["out"], ["part"])
+    ]
+    kept = {name for names, apart in seen if apart is None for name in names}
+    assert kept == {f"layers.{k}.{name}" for k in (0, 1) for name in ("twice", "few")}
+
+
+def test_batches_of_unequal_lengths_and_embeddings_by_keyword() -> None:
+    class Named(Blocks):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return super().forward(input_ids) + 0 * self.words(input=input_ids)
+
+    torch.manual_seed(0)
+    model = Named(count=2).eval()
+    (table,) = (weight for weight in find_weights(model) if weight.name == "words")
+    coarse = kflats.matrices.registry.DenseMatrix(torch.zeros(60, 48))
+    assert visited(model, windows(1) + windows(1, length=5), tables=[(table, coarse)])[0][1] == 0
+
+
+def test_the_model_is_as_it_was_after_an_error() -> None:
+    model = blocks(count=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def recode(weights: Any, moments: Any) -> Any:
+        if weights[0].name == "layers.1.out":
+            raise KeyboardInterrupt
+        return {weight.name: (torch.zeros(weight.shape), None) for weight in weights}
+
+    layers = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
+    with pytest.raises(KeyboardInterrupt):
+        recalibrate(model, layers, (), windows(2), recode)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_inputs_are_those_behind_coded_tables() -> None:
+    model = blocks(count=2)
+    (table,) = (weight for weight in find_weights(model) if weight.name == "words")
+    coarse = kflats.matrices.registry.DenseMatrix(torch.zeros(60, 48))
+    ((_, apart), *_) = visited(model, windows(1), tables=[(table, coarse)])
+    assert apart == 0  # z is zero, and so is z (x - z)'
+    halved = kflats.matrices.registry.DenseMatrix(model.words.weight.detach() / 2)
+    ((_, apart), *_) = visited(model, windows(1), tables=[(table, halved)])
+    assert apart > 0
+
+
+def test_padding_counts_for_nothing() -> None:
+    model = blocks(count=2)
+    (batch,) = windows(1)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, 7:] = 0
+    other = torch.where(mask == 1, batch["input_ids"], (batch["input_ids"] + 1) % 60)
+    found = [visited(model, [{"input_ids": ids, "attention_mask": mask}]) for ids in (batch["input_ids"], other)]
+    assert found[0] == found[1]
+    assert found[0] != visited(model, [batch])
+
+
+def fits(model: nn.Module, decided: Decided, **more: Any) -> dict[str, CompressedWeight]:
+    return {one.decision.weight.name: one for one in fitted(model, decided, 0, True, more.pop("partial", None), **more)}
+
+
+def outputs(model: nn.Module, decided: Decided, sequential: bool) -> Tensor:
+    done = fitted(model, decided, 0, True, None, sequential=sequential)
+    swapped(model, decided.plan, done, 0)
+    with torch.no_grad():
+        return torch.cat([model(**batch) for batch in windows()])
+
+
+def test_outputs_come_nearer_in_no_more_bytes() -> None:
+    with torch.no_grad():
+        before = torch.cat([blocks()(**batch) for batch in windows()])
+    decided = decided_for(blocks())
+    lost = {way: float((outputs(blocks(), decided, way) - before).square().sum()) for way in (True, False)}
+    assert lost[True] < 0.95 * lost[False]
+    done = {way: fits(blocks(), decided, sequential=way) for way in (True, False)}
+    for name, one in done[True].items():
+        assert one.report.bytes_after <= done[False][name].report.bytes_after
+
+
+def test_layers_are_coded_again_only_if_told() -> None:
+    model = blocks()
+    decided = decided_for(model)
+    told = [name for name, one in fits(model, decided, sequential=True).items() if NOTE in one.report.note]
+    assert told
+    assert "words" not in told
+    assert not any(NOTE in one.report.note for one in fits(model, decided).values())
+
+
+def test_without_windows_or_a_chain_layers_keep_their_codes() -> None:
+    plain = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).eval()
+    batches = [{"input": torch.randn(8, 40)} for _ in range(4)]
+    data = gather(None, None, batches, None, None)
+    decided = decide(plain, {"linear": COARSE}, one_budget("30%", None), data)
+    notes = [one.report.note for one in fitted(plain, decided, 0, True, None, sequential=True)]
+    assert not any(NOTE in note for note in notes)
+    model = blocks()
+    decided = decided_for(model)
+    decided = replace(decided, data=replace(decided.data, calibration=None))
+    assert not any(NOTE in one.report.note for one in fits(model, decided, sequential=True).values())
+
+
+def test_an_interrupted_second_pass_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = blocks()
+    decided = decided_for(model)
+    whole = fits(model, decided, sequential=True)
+    coded: list[str] = []
+    encode = Recipe.encode
+
+    def counted(self: Recipe, problem: Any, dtype: torch.dtype) -> Any:
+        coded.append("")
+        if len(coded) == 5:
+            raise KeyboardInterrupt
+        return encode(self, problem, dtype)
+
+    monkeypatch.setattr(Recipe, "encode", counted)
+    partial = Partial(tmp_path / "out", "a model")
+    with pytest.raises(KeyboardInterrupt):
+        fits(model, decided, sequential=True, partial=partial)
+    resumed = fits(model, decided, sequential=True, partial=partial)
+    assert len(coded) == 5 + len(whole) - 1 - 4
+    for name, one in whole.items():
+        for key, tensor in one.matrix.tensors().items() if one.matrix is not None else ():
+            assert torch.equal(resumed[name].matrix.tensors()[key], tensor)
+
+
+def test_workers_take_what_one_of_them_coded_again(tmp_path: Path) -> None:
+    decided = decided_for(blocks())
+    alone = fits(blocks(), decided, sequential=True)
+    model = {rank: blocks() for rank in range(2)}
+
+    def work(workers: Workers) -> dict[str, CompressedWeight]:
+        partial = Partial(tmp_path / "out", "a model")
+        return fits(model[workers.rank], decided, sequential=True, partial=partial, workers=workers)
+
+    for made in together(2, 0, work):
+        assert isinstance(made, dict)
+        for name, one in alone.items():
+            assert made[name].report.note == one.report.note
+            for key, tensor in one.matrix.tensors().items() if one.matrix is not None else ():
+                assert torch.equal(made[name].matrix.tensors()[key], tensor)
+
+
+def test_a_layer_that_cannot_be_coded_again_keeps_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = blocks()
+    decided = decided_for(model)
+
+    def refuse(self: Recipe, problem: Any, dtype: torch.dtype) -> Any:
+        raise kflats.common.errors.DoesNotFitError("too few bytes", hint="more")
+
+    first = fits(model, decided, sequential=False)
+    monkeypatch.setattr(Recipe, "encode", refuse)
+    for name, one in fits(model, decided, sequential=True).items():
+        assert one.report.note == first[name].report.note
+
+
+def small(kind: str) -> Any:
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    if kind == "bert":
+        sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        return BertModel(BertConfig(vocab_size=60, **sizes)).eval()
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2Model(GPT2Config(vocab_size=60, n_positions=16, n_embd=48, n_layer=2, n_head=2, **ends)).eval()
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_layers_of_transformers_are_coded_again(kind: str, dtype: torch.dtype) -> None:
+    """Linear layers with and without the bias of torch, Conv1D, half precision."""
+    model = small(kind).to(dtype)
+    report = kflats.compress_(model, {"linear": COARSE}, keep="40%", calibration=windows(), sequential=True, quiet=True)
+    inside = [one for one in report.weights if "pooler" not in one.name]
+    assert len(inside) == {"bert": 12, "gpt2": 8}[kind]
+    again = [one.name for one in inside if NOTE in one.note]
+    assert len(again) >= 4  # integers of one width may not fit into the bytes of the first ones
+    assert all(one.bytes_after <= 0.4 * one.bytes_before for one in report.weights)
+    with torch.no_grad():
+        assert bool(model(**windows()[0])[0].isfinite().all())
+
+
+def test_a_folder_holds_what_was_coded_again(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    small("bert").save_pretrained(tmp_path / "model")
+    told = {"keep": "40%", "calibration": windows(), "sequential": True, "quiet": True}
+    kflats.compress_folder(tmp_path / "model", tmp_path / "small", method=COARSE, weights=("linear",), **told)
+    kflats.compress_(model := small("bert"), {"linear": COARSE}, **told)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    with torch.no_grad():
+        loaded = AutoModel.from_pretrained(tmp_path / "small")(**windows()[0])[0]
+        assert torch.equal(loaded, model(**windows()[0])[0])
