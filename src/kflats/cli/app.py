@@ -165,7 +165,7 @@ def compress(
         typer.Option(
             "--sequential",
             help="Code linear layers again, one after another, for what they read behind coded tables and layers: "
-            "outputs come nearer, most of all in few bits, in about twice the time.",
+            "outputs come nearer, most of all in few bits. This takes a second pass over all of them.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,

@@ -134,7 +134,7 @@ def compress_(
         model, recipes, keep, size, texts, tokenizer, calibration, objective, statistics, samples, allocation: as
             ``plan``; or ``recipes`` is a ``Plan``, without a budget.
         sequential: whether coded linear layers are coded again, one after another, for what they read behind coded
-            tables and layers (docs/codecs.md). It takes about as long again.
+            tables and layers (docs/codecs.md). It takes a second pass over all of them.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
 

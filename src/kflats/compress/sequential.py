@@ -32,8 +32,10 @@ from kflats.planning.candidates import bias_bytes
 from kflats.planning.decide import Decided
 
 _PART, _DAMPING = 0.5, 0.25
-"""Of the target: its part of the way, and its damping; both chosen there."""
+"""Of the target: its part of the way (``benchmarks/sequential.py``), and its damping, about what importance and codec
+add to a Gram matrix."""
 _WINDOWS = SAMPLES
+"""How many windows layers are run on, at most."""
 _NOTE = "coded again behind coded layers"
 
 
