@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import kflats
 from kflats import Integer, Recipe
-from kflats.calibration.sequential import Moments, recalibrate
+from kflats.calibration.sequential import Blocks as BlocksOf
+from kflats.calibration.sequential import Moments
 from kflats.common.workers import Workers
 from kflats.compress.fitting import CompressedWeight, Partial, swapped
 from kflats.compress.sequential import _NOTE as NOTE
@@ -126,14 +127,16 @@ def visited(model: nn.Module, batches: list[dict[str, Tensor]], **more: Any) -> 
 
     layers = [weight for weight in find_weights(model) if weight.places[0].role in ("linear", "conv1d")]
     original = {weight.name: dense_weight(model, weight).clone() for weight in layers}
-    assert recalibrate(model, layers, more.pop("tables", ()), batches, recode, **more)
+    chain = BlocksOf.of(model, layers, original, batches)
+    assert chain is not None
+    chain.recalibrate(more.pop("tables", ()), recode)
     return seen
 
 
 def test_layers_are_visited_in_the_order_of_their_calls_behind_those_before() -> None:
     model = blocks(count=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    seen = visited(model, windows(2))
+    seen = visited(model, windows())
     of_block = [["layers.{}.left", "layers.{}.right"], ["layers.{}.out"]]
     assert [names for names, _ in seen] == [[name.format(k) for name in names] for k in (0, 1) for names in of_block]
     assert seen[0][1] == 0
@@ -160,7 +163,7 @@ class Crooked(Block):
 def test_layers_that_read_something_else_are_not_measured() -> None:
     model = blocks(count=2)
     model.layers = nn.ModuleList(Crooked(48) for _ in range(2))
-    seen = visited(model, windows(2))
+    seen = visited(model, windows())
     measured = [[name.partition(".")[2] for name in names] for names, apart in seen if apart is not None]
     assert measured == [
         [f"{k}.{name}" for name in group] for k in (0, 1) for group in (["left", "right"], ["out"], ["part"])
@@ -178,7 +181,7 @@ def test_batches_of_unequal_lengths_and_embeddings_by_keyword() -> None:
     model = Named(count=2).eval()
     (table,) = (weight for weight in find_weights(model) if weight.name == "words")
     coarse = kflats.matrices.registry.DenseMatrix(torch.zeros(60, 48))
-    assert visited(model, windows(1) + windows(1, length=5), tables=[(table, coarse)])[0][1] == 0
+    assert visited(model, windows() + windows(1, length=5), tables=[(table, coarse)])[0][1] == 0
 
 
 def test_the_model_is_as_it_was_after_an_error() -> None:
@@ -191,8 +194,10 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
         return {weight.name: (torch.zeros(weight.shape), None) for weight in weights}
 
     layers = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
+    chain = BlocksOf.of(model, layers, [layer.name for layer in layers], windows(2))
+    assert chain is not None
     with pytest.raises(KeyboardInterrupt):
-        recalibrate(model, layers, (), windows(2), recode)
+        chain.recalibrate((), recode)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -201,22 +206,29 @@ def test_inputs_are_those_behind_coded_tables() -> None:
     model = blocks(count=2)
     (table,) = (weight for weight in find_weights(model) if weight.name == "words")
     coarse = kflats.matrices.registry.DenseMatrix(torch.zeros(60, 48))
-    ((_, apart), *_) = visited(model, windows(1), tables=[(table, coarse)])
+    ((_, apart), *_) = visited(model, windows(), tables=[(table, coarse)])
     assert apart == 0  # z is zero, and so is z (x - z)'
     halved = kflats.matrices.registry.DenseMatrix(model.words.weight.detach() / 2)
-    ((_, apart), *_) = visited(model, windows(1), tables=[(table, halved)])
+    ((_, apart), *_) = visited(model, windows(), tables=[(table, halved)])
     assert apart > 0
 
 
 def test_padding_counts_for_nothing() -> None:
     model = blocks(count=2)
-    (batch,) = windows(1)
-    mask = torch.ones_like(batch["input_ids"])
+    mask = torch.ones(8, 12, dtype=torch.int64)
     mask[:, 7:] = 0
-    other = torch.where(mask == 1, batch["input_ids"], (batch["input_ids"] + 1) % 60)
-    found = [visited(model, [{"input_ids": ids, "attention_mask": mask}]) for ids in (batch["input_ids"], other)]
+
+    def padded(by: int) -> list[dict[str, Tensor]]:
+        given = [torch.where(mask == 1, one["input_ids"], (one["input_ids"] + by) % 60) for one in windows(14)]
+        return [{"input_ids": ids, "attention_mask": mask} for ids in given]
+
+    found = [visited(model, padded(by)) for by in (0, 1)]
     assert found[0] == found[1]
-    assert found[0] != visited(model, [batch])
+    assert found[0] != visited(model, windows(14))
+
+
+def test_few_tokens_are_no_measurement() -> None:
+    assert all(apart is None for _, apart in visited(blocks(count=2), windows(7)))  # fewer than 16 an input
 
 
 def fits(model: nn.Module, decided: Decided, **more: Any) -> dict[str, CompressedWeight]:
@@ -237,8 +249,8 @@ def test_outputs_come_nearer_in_no_more_bytes() -> None:
     lost = {way: float((outputs(blocks(), decided, way) - before).square().sum()) for way in (True, False)}
     assert lost[True] < 0.95 * lost[False]
     done = {way: fits(blocks(), decided, sequential=way) for way in (True, False)}
-    for name, one in done[True].items():
-        assert one.report.bytes_after <= done[False][name].report.bytes_after
+    whole = {way: sum(one.report.bytes_after for one in made.values()) for way, made in done.items()}
+    assert whole[True] <= whole[False]
 
 
 def test_layers_are_coded_again_only_if_told() -> None:
@@ -247,7 +259,8 @@ def test_layers_are_coded_again_only_if_told() -> None:
     told = [name for name, one in fits(model, decided, sequential=True).items() if NOTE in one.report.note]
     assert told
     assert "words" not in told
-    assert not any(NOTE in one.report.note for one in fits(model, decided).values())
+    assert not any(NOTE in one.report.note for one in fits(model, decided, sequential=False).values())
+    assert [one.report for one in fits(model, decided).values() if NOTE in one.report.note]
 
 
 def test_without_windows_or_a_chain_layers_keep_their_codes() -> None:
@@ -263,31 +276,32 @@ def test_without_windows_or_a_chain_layers_keep_their_codes() -> None:
     assert not any(NOTE in one.report.note for one in fits(model, decided, sequential=True).values())
 
 
-def test_an_interrupted_second_pass_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks()
     decided = decided_for(model)
-    whole = fits(model, decided, sequential=True)
+    whole = fits(model, decided)
     coded: list[str] = []
-    encode = Recipe.encode
+    encode = Recipe.encode_together
 
-    def counted(self: Recipe, problem: Any, dtype: torch.dtype) -> Any:
+    def counted(self: Recipe, problems: Any, dtype: torch.dtype) -> Any:
         coded.append("")
         if len(coded) == 5:
             raise KeyboardInterrupt
-        return encode(self, problem, dtype)
+        return encode(self, problems, dtype)
 
-    monkeypatch.setattr(Recipe, "encode", counted)
+    monkeypatch.setattr(Recipe, "encode_together", counted)
     partial = Partial(tmp_path / "out", "a model")
     with pytest.raises(KeyboardInterrupt):
-        fits(model, decided, sequential=True, partial=partial)
-    resumed = fits(model, decided, sequential=True, partial=partial)
-    assert len(coded) == 5 + len(whole) - 1 - 4
+        fits(model, decided, partial=partial)
+    resumed = fits(model, decided, partial=partial)
+    assert len(coded) == 5 + len(whole) - 4
     for name, one in whole.items():
         for key, tensor in one.matrix.tensors().items() if one.matrix is not None else ():
             assert torch.equal(resumed[name].matrix.tensors()[key], tensor)
 
 
-def test_workers_take_what_one_of_them_coded_again(tmp_path: Path) -> None:
+def test_workers_divide_the_windows_and_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kflats.calibration.sequential.BLOCK", 24)
     decided = decided_for(blocks())
     alone = fits(blocks(), decided, sequential=True)
     model = {rank: blocks() for rank in range(2)}
@@ -304,17 +318,26 @@ def test_workers_take_what_one_of_them_coded_again(tmp_path: Path) -> None:
                 assert torch.equal(made[name].matrix.tensors()[key], tensor)
 
 
-def test_a_layer_that_cannot_be_coded_again_keeps_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_fit_leaves_the_layer_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks()
     decided = decided_for(model)
+    encode = Recipe.encode_together
 
-    def refuse(self: Recipe, problem: Any, dtype: torch.dtype) -> Any:
-        raise kflats.common.errors.DoesNotFitError("too few bytes", hint="more")
+    def refused(self: Recipe, problems: Any, dtype: torch.dtype) -> Any:
+        every = torch.arange(48)
+        for problem in problems:
+            own = {weight.name: dense_weight(model, weight) for weight in find_weights(model) if weight.name != "words"}
+            rows = problem.rows.take(every) if len(problem.rows.shape) and problem.rows.shape[0] == 48 else None
+            if rows is not None and not any(torch.equal(rows, one.T) for one in own.values()):
+                raise kflats.common.errors.DoesNotFitError("too few bytes", hint="more")
+        return encode(self, problems, dtype)
 
     first = fits(model, decided, sequential=False)
-    monkeypatch.setattr(Recipe, "encode", refuse)
-    for name, one in fits(model, decided, sequential=True).items():
+    monkeypatch.setattr(Recipe, "encode_together", refused)
+    for name, one in fits(model, decided).items():
+        # The first block's inputs are those of the original but for the table.
         assert one.report.note == first[name].report.note
+        assert one.report.bytes_after == first[name].report.bytes_after
 
 
 def small(kind: str) -> Any:

@@ -395,7 +395,7 @@ def test_several_workers_measure_layer_by_layer_too(
     monkeypatch.setattr(
         layers.Chain,
         "_traced",
-        lambda self, batch, first, ends: traced.update([first]) or trace(self, batch, first, ends),
+        lambda self, batch, first: traced.update([first]) or trace(self, batch, first),
     )
 
     def one(workers: Workers) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -205,11 +205,22 @@ class Chain:
         for group in groups([weight for weight in weights if homes[weight.name] == -1]):
             yield Pass("measuring tables and heads", group, self._run_ends)
 
-    def start(self, items: Iterable[tuple[int, Batch]], *, ends: bool = False) -> None:
-        """Run the model on batches, each with the number of its first sample, and keep what its layers are given.
-        ``ends``: of the states h_0 and h_L alone."""
+    def start(self, items: Iterable[tuple[int, Batch]]) -> None:
+        """Run the model on batches, each with the number of its first sample, and keep what its layers are given."""
         for first, batch in items:
-            self._traces[first] = self._traced(batch, first, ends)
+            self._traces[first] = self._traced(batch, first)
+
+    def enter(self, items: Iterable[tuple[int, Batch]]) -> None:
+        """As ``start``, but of the states h_0 alone. Layers are not computed, unless the other arguments of layers in
+        the first batch turn out to depend on them."""
+        left_out: bool | None = None
+        for first, batch in items:
+            trace = None if left_out is False else self._entered(batch, first)
+            if left_out is None:
+                whole = self._traced(batch, first)
+                left_out = trace is not None and _same(trace.calls, whole.calls)
+            trace = trace if left_out and trace is not None else self._traced(batch, first)
+            self._traces[first] = replace(trace, states=trace.states[:1])
 
     def state(self, k: int, first: int) -> Tensor:
         """A copy of h_k of a batch that was run."""
@@ -221,6 +232,23 @@ class Chain:
         with self._left_out(self.state(-1, first), entered):
             self._losses(batch, first)
         return entered[-1]
+
+    def _entered(self, batch: Batch, first: int) -> _Trace | None:
+        """h_0 and the other arguments of all layers, each of which gives what it is given; None if the model does not
+        run so."""
+        trace, kept = _Trace(), self._keeper()
+
+        def seen(state: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            if not trace.states:  # now: what follows may write into it
+                trace.states.append(self._kept(state))
+            trace.calls.append(_mapped((args, kwargs), lambda leaf: _STATE if leaf is state else kept(leaf)))
+
+        try:
+            with self._left_out(None, [], seen):
+                self._losses(batch, first)
+        except (KflatsError, RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        return trace if trace.states else None
 
     def output(self, k: int, first: int, state: Tensor) -> Tensor:
         """What layer k gives for ``state`` in place of h_k of a batch, with its other arguments as they were."""
@@ -237,12 +265,11 @@ class Chain:
     def _homes(self) -> dict[int, int]:
         return {id(module): k for k, layer in enumerate(self._layers) for module in layer.modules()}
 
-    def _traced(self, batch: Batch, first: int, ends: bool) -> _Trace:
-        trace = _Trace()
+    def _keeper(self) -> Callable[[Tensor], _OnDisk]:
+        """Puts arguments on disk, each once."""
         # By object and version: a model may write into an argument between two layers. The original is kept, so that no
         # other tensor takes its id.
         stored: dict[tuple[int, int], tuple[Tensor, _OnDisk]] = {}
-        last: list[Tensor] = []
 
         def kept(leaf: Tensor) -> _OnDisk:
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
@@ -250,11 +277,15 @@ class Chain:
                 stored[key] = leaf, self._kept(leaf)
             return stored[key][1]
 
+        return kept
+
+    def _traced(self, batch: Batch, first: int) -> _Trace:
+        trace, last, kept = _Trace(), list[Tensor](), self._keeper()
+
         def enter(k: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
             state = kwargs[self._slot] if isinstance(self._slot, str) else args[self._slot]
             assert isinstance(state, Tensor)
-            if not (k and ends):
-                trace.states.append(self._kept(state))
+            trace.states.append(self._kept(state))
             trace.calls.append(_mapped((args, kwargs), lambda leaf: _STATE if leaf is state else kept(leaf)))
             return state.detach()
 
@@ -339,16 +370,22 @@ class Chain:
             yield
 
     @contextmanager
-    def _left_out(self, last: Tensor, entered: list[Tensor]) -> Iterator[None]:
-        """Inside, the first layer gives ``last``, and the others what they are given; ``entered`` receives h_0."""
+    def _left_out(
+        self,
+        last: Tensor | None,
+        entered: list[Tensor],
+        seen: Callable[[Tensor, tuple[object, ...], dict[str, object]], None] | None = None,
+    ) -> Iterator[None]:
+        """Inside, the first layer gives ``last``, and the others what they are given; so does the first for None.
+        ``entered`` receives h_0, ``seen`` the state and all arguments of each layer."""
 
         def first(state: Tensor) -> Tensor:
             if torch.is_grad_enabled() or not self._gradients:  # an objective may run the model without, too
                 entered.append(state)
-            return last
+            return state if last is None else last
 
         replaced = {
-            id(layer): _Stub(layer, first if k == 0 else lambda state: state, self._slot, self._wrapped[k])
+            id(layer): _Stub(layer, first if k == 0 else lambda state: state, self._slot, self._wrapped[k], seen)
             for k, layer in enumerate(self._layers)
         }
         held = [
@@ -389,10 +426,15 @@ class _Stub(nn.Module):
     """In place of a layer: its attributes, and ``change`` in place of its computation."""
 
     def __init__(
-        self, layer: nn.Module, change: Callable[[Tensor], Tensor], slot: int | str, wrapped: type[Any] | None
+        self,
+        layer: nn.Module,
+        change: Callable[[Tensor], Tensor],
+        slot: int | str,
+        wrapped: type[Any] | None,
+        seen: Callable[[Tensor, tuple[object, ...], dict[str, object]], None] | None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(_layer=layer, _change=change, _slot=slot, _wrapped=wrapped)
+        self.__dict__.update(_layer=layer, _change=change, _slot=slot, _wrapped=wrapped, _seen=seen)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
@@ -400,6 +442,8 @@ class _Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The changed state, as the layer would give it."""
         state = kwargs[self._slot] if isinstance(self._slot, str) else args[self._slot]
+        if self._seen is not None:
+            self._seen(state, args, kwargs)
         return _wrapped(self._change(state), self._wrapped)
 
 
@@ -424,6 +468,17 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: _mapped(one, change) for key, one in tree.items()}
     return tree
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same, numbers of tensors too."""
+    if isinstance(one, _OnDisk) and isinstance(other, _OnDisk):
+        return one.mapped.dtype == other.mapped.dtype and torch.equal(one.mapped, other.mapped)
+    if isinstance(one, tuple | list) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)
 
 
 def _leaves(tree: Any) -> Iterator[Tensor]:

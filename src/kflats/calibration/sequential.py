@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,18 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from kflats.calibration.collect import Job
+from kflats.calibration.counting import BLOCK
 from kflats.calibration.hooks import entering, frozen
 from kflats.calibration.layers import Chain, longest_list
-from kflats.common.formatting import Update
+from kflats.common.workers import Workers
 from kflats.evaluation.running import Batch, batch_size, device_of, explained, is_encoder_decoder
 from kflats.io.mapped import Spill
 from kflats.matrices.registry import Matrix
 from kflats.model.weights import Weight, embedding_scale, module_of
+from kflats.numerics.gram import add_lower_gram_, mirror_
 
-_WIDEST = 8192
-"""Inputs of a layer up to which its moments are taken: both, centred ones and the solver's take 3 GB."""
 _NOISE = 1e-4
 """The least damping, as a share of the mean square of inputs: what differs less is not far from errors of float32."""
+_TOKENS = 16
+"""Tokens an input of a layer from which on inputs are compared. Fewer show what is common to them, and to no others."""
+_OTHER = "other tokens"
 _NO_CHAIN = "sequential=False, which measures the original model alone"
 
 
@@ -63,20 +66,15 @@ class Moments:
     @classmethod
     def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Moments:
         """Those of pairs (x, z), each (tokens, n) float32: at least one pair, and one token."""
-        sums: list[Tensor] = []
-        tokens = 0
-        for x, z in pairs:
-            apart, wide = x - z, z.to(torch.float64)
-            # Products of one batch in float32, their sum over batches in float64.
-            new = [z.T @ z, z.T @ apart, wide.sum(0), apart.sum(0, dtype=torch.float64)]
-            sums = (
-                [one.to(torch.float64) for one in new]
-                if not sums
-                else [a.add_(b) for a, b in zip(sums, new, strict=True)]
-            )
-            tokens += len(z)
-        gram, cross, mean, away = (one.cpu() / tokens for one in sums)
-        return cls(gram, cross, mean, away, float(gram.diagonal().mean()))
+        return cls.of_sums(sums_of(pairs))
+
+    @classmethod
+    def of_sums(cls, sums: dict[str, Tensor]) -> Moments:
+        """Those of ``sums_of`` pairs, with tokens, which are written over."""
+        mirror_(sums["gram"])
+        tokens = sums.pop("tokens")
+        means = {name: one.div_(tokens) for name, one in sums.items()}
+        return cls(**means, size=float(means["gram"].diagonal().mean()))
 
     def centred(self) -> Moments:
         """Those of inputs less their means, where a bias takes over what the means do."""
@@ -99,93 +97,136 @@ class Moments:
         return matrix + part * torch.cholesky_solve(self.cross @ matrix.to(torch.float64), factor)
 
 
+def sums_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What ``Moments`` are means of, of pairs (x, z), each (tokens, n) float32, and the number of tokens; on the CPU.
+    Of the Gram matrix the lower blocks. Empty without pairs."""
+    sums: dict[str, Tensor] = {}
+    for x, z in pairs:
+        n, apart = x.shape[1], x - z
+        if not sums:
+            shapes: dict[str, tuple[int, ...]] = {"gram": (n, n), "cross": (n, n), "mean": (n,), "away": (n,)}
+            sums = {name: torch.zeros(shape, dtype=torch.float64, device=z.device) for name, shape in shapes.items()}
+            sums["tokens"] = torch.tensor(0)
+        # Products of one batch in float32, their sum over batches in float64.
+        add_lower_gram_(sums["gram"], z)
+        sums["cross"] += z.T @ apart
+        sums["mean"] += z.sum(0, dtype=torch.float64)
+        sums["away"] += apart.sum(0, dtype=torch.float64)
+        sums["tokens"] += len(z)
+    return {name: one.cpu() for name, one in sums.items()}
+
+
 Recode = Callable[[Sequence[Weight], Moments | None], Mapping[str, tuple[Tensor, Tensor | None]]]
-"""Codes layers that read one tensor, or takes their first codes where their inputs cannot be compared (None). By name:
-M as it is stored, (n, d), and what the bias gains, (d,)."""
-
-
-def recalibrate(
-    model: nn.Module,
-    weights: Sequence[Weight],
-    tables: Sequence[tuple[Weight, Matrix]],
-    batches: Sequence[Batch],
-    recode: Recode,
-    *,
-    scratch: str | os.PathLike[str] | None = None,
-    update: Update | None = None,
-) -> bool:
-    """Call ``recode`` for linear layers in the order in which the model calls them, with what each reads behind those
-    that were recoded before. The model is as it was afterwards.
-
-    Args:
-        weights: of linear layers, each at one place. tables: coded embedding tables, which come before all layers.
-        batches: windows. scratch: a folder whose disk takes states; None: the system's temporary folder.
-
-    Returns:
-        Whether it was done: False for a model that is no chain of blocks (``calibration.layers``).
-    """
-    blocks = longest_list(model)
-    if not blocks or is_encoder_decoder(model) or not weights:
-        return False
-    items = list[tuple[int, Batch]]()
-    for batch in batches:
-        items.append((sum(batch_size(one) for _, one in items), batch))
-    wanted = {weight.name: frozenset({"input_gram"}) for weight in weights}
-    spill = Spill(scratch)
-    with frozen(model, blocks), explained(model, _NO_CHAIN):
-        job = Job(model, weights, batches, wanted, None)
-        chain = job.chain(blocks, spill, weights)
-        if chain is None:
-            return False
-        with torch.no_grad():
-            _Blocks(model, blocks, chain, items, weights, frozenset(job.without_layout), spill).run(
-                tables, recode, update
-            )
-    return True
+"""Codes layers that read one tensor; None: as they are, because their inputs cannot be compared. By name: M as it is
+stored, (n, d), and what the bias gains, (d,)."""
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """The blocks of a model, and the batches that they are run on. ``apart``: weights whose layers read something else
-    than one row of each token, samples first."""
+class Blocks:
+    """The blocks of a model, and the batches that they are run on, each with the number of its first sample.
+
+    ``weights``: of linear layers, each at one place. ``measured``: names of those whose inputs are compared.
+    ``workers`` divide the batches, in parts of 64 samples (``BLOCK``), and all of them call what follows.
+    """
 
     model: nn.Module
     blocks: Sequence[nn.Module]
     chain: Chain
     items: Sequence[tuple[int, Batch]]
     weights: Sequence[Weight]
-    apart: frozenset[str]
+    measured: frozenset[str]
     spill: Spill
+    workers: Workers
 
-    def run(self, tables: Sequence[tuple[Weight, Matrix]], recode: Recode, update: Update | None) -> None:
-        """Recode the layers of one block after another."""
-        self.chain.start(self.items, ends=True)
-        original = [self._kept(self.chain.state(0, first)) for first, _ in self.items]
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        weights: Sequence[Weight],
+        measured: Collection[str],
+        batches: Sequence[Batch],
+        scratch: str | os.PathLike[str] | None = None,
+        workers: Workers | None = None,
+    ) -> Blocks | None:
+        """None for a model that is no chain of blocks (``calibration.layers``).
+
+        Args:
+            weights, measured: as of ``Blocks``. batches: windows. scratch: a folder whose disk takes states; None: the
+                system's temporary folder.
+        """
+        blocks = longest_list(model)
+        if not blocks or is_encoder_decoder(model) or not weights or not batches:
+            return None
+        items = list[tuple[int, Batch]]()
+        for batch in batches:
+            items.append((sum(batch_size(one) for _, one in items), batch))
+        wanted = {weight.name: frozenset({"input_gram"}) for weight in weights}
+        spill = Spill(scratch)
+        with frozen(model, blocks), explained(model, _NO_CHAIN):
+            job = Job(model, weights, batches, wanted, None)
+            chain = job.chain(blocks, spill, weights)
+        if chain is None:
+            return None
+        # Layers that read something else than one row of each token, samples first, cannot be compared.
+        compared = frozenset(measured) - frozenset(job.without_layout)
+        return cls(model, blocks, chain, items, weights, compared, spill, workers or Workers())
+
+    @property
+    def _parts(self) -> list[list[int]]:
+        """The places of batches, in parts of which each is run by one worker; the bits do not depend on which."""
+        parts: dict[int, list[int]] = {}
+        for place, (first, _) in enumerate(self.items):
+            parts.setdefault(first // BLOCK, []).append(place)
+        return list(parts.values())
+
+    def recalibrate(
+        self, tables: Sequence[tuple[Weight, Matrix]], recode: Recode, show: Callable[[str], object] = str
+    ) -> None:
+        """Call ``recode`` for the linear layers in the order in which the model calls them, with what each reads behind
+        those that were recoded before. The model is as it was afterwards.
+
+        Args:
+            tables: coded embedding tables, which come before all layers. show: is told what is run.
+        """
+        with frozen(self.model, self.blocks), explained(self.model, _NO_CHAIN), torch.no_grad():
+            self._run(tables, recode, show)
+
+    def _run(self, tables: Sequence[tuple[Weight, Matrix]], recode: Recode, show: Callable[[str], object]) -> None:
+        # The first batch shows every worker what layers read.
+        own = sorted({0, *(place for part in self._parts[self.workers.rank :: self.workers.count] for place in part)})
+        items = {place: self.items[place] for place in own}
+        self.chain.enter(items.values())
+        original = {place: self.chain.state(0, first) for place, (first, _) in items.items()}
         inside = {id(module) for block in self.blocks for module in block.modules()}
         outside = [weight for weight in self.weights if id(self._module(weight)) not in inside]
         with ExitStack() as changed:
             changed.enter_context(_coded_tables(self.model, tables))
             self._put_in_place(changed, outside, None, recode)
-            behind = [self._kept(self.chain.entered(batch, first)) for first, batch in self.items]
+            behind = {place: self._kept(self.chain.entered(batch, first)) for place, (first, batch) in items.items()}
         for k, block in enumerate(self.blocks):
-            if update is not None:
-                update("layers behind coded ones", k, len(self.blocks))
+            show(f"running block {k + 1} of {len(self.blocks)}")
             inside = {id(module) for module in block.modules()}
             weights = {weight.name: weight for weight in self.weights if id(self._module(weight)) in inside}
             groups = self._groups(k, original[0], weights)
             first = [self._module(weights[group[0]]) for group in groups]
+            is_last = k + 1 == len(self.blocks)
             # The original, before any layer of the block is changed.
-            runs = [self._inputs(k, place, first, state) for place, state in enumerate(original)]
-            original = [after for _, after in runs]
-            read = [inputs for inputs, _ in runs]
+            runs = {
+                place: self._inputs(k, place, first, state, kept=True, whole=not is_last)
+                for place, state in original.items()
+            }
+            original = {place: after for place, (_, after) in runs.items()}
+            read = {place: inputs for place, (inputs, _) in runs.items()}
             del runs
             with ExitStack() as changed:
                 grouped = {name for group in groups for name in group}
                 self._put_in_place(changed, [w for w in weights.values() if w.name not in grouped], None, recode)
                 for at, group in enumerate(groups):
-                    moments = self._moments(k, first[at], [inputs[at] for inputs in read], behind)
+                    x = {place: inputs[at] for place, inputs in read.items()}
+                    moments = self._moments(k, first[at], x, behind)
                     self._put_in_place(changed, [weights[name] for name in group], moments, recode)
-                behind = [self._inputs(k, place, (), state)[1] for place, state in enumerate(behind)]
+                if not is_last:
+                    behind = {place: self._output(k, place, state) for place, state in behind.items()}
 
     def _put_in_place(
         self, changed: ExitStack, weights: Sequence[Weight], moments: Moments | None, recode: Recode
@@ -195,25 +236,34 @@ class _Blocks:
         for weight in weights:
             changed.enter_context(_replaced(self._module(weight), weight, *made[weight.name]))
 
-    def _moments(self, k: int, layer: nn.Module, x: Sequence[Tensor], behind: Sequence[Tensor]) -> Moments | None:
-        """None where a layer is too wide, is given no tokens, reads other tokens behind coded layers, or numbers that
-        are not finite."""
-        device = device_of(self.model)
+    def _moments(
+        self, k: int, layer: nn.Module, x: Mapping[int, Tensor], behind: Mapping[int, Tensor]
+    ) -> Moments | None:
+        """None where a layer is given few tokens, reads other tokens behind coded layers, or numbers that are not
+        finite."""
+        device, parts = device_of(self.model), self._parts
 
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for place, (inputs, state) in enumerate(zip(x, behind, strict=True)):
-                ((z,), _) = self._inputs(k, place, [layer], state, stop=True)
-                if inputs.shape != z.shape:
+        def pairs(places: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+            for place in places:
+                ((z,), _) = self._inputs(k, place, [layer], behind[place])
+                if x[place].shape != z.shape:
                     raise _OtherTokens
                 if len(z):
-                    yield inputs.to(device), z.to(device)
+                    yield x[place].to(device), z.to(device)
 
-        if not any(map(len, x)) or max(one.shape[1] for one in x) > _WIDEST:
+        def work(part: int) -> tuple[dict[str, Tensor], str]:
+            try:
+                return sums_of(pairs(parts[part])), ""
+            except _OtherTokens:
+                return {}, _OTHER
+
+        total, comparable = dict[str, Tensor](), True
+        for sums, text in self.workers.in_turn([f"running block {k + 1}"] * len(parts), work):
+            comparable &= text != _OTHER
+            total = {name: total[name].add_(one) for name, one in sums.items()} if total and sums else total or sums
+        if not (comparable and total) or int(total["tokens"]) < _TOKENS * len(total["mean"]):
             return None
-        try:
-            moments = Moments.of(pairs())
-        except _OtherTokens:
-            return None
+        moments = Moments.of_sums(total)
         return moments if bool(moments.gram.isfinite().all() and moments.cross.isfinite().all()) else None
 
     def _module(self, weight: Weight) -> nn.Module:
@@ -238,12 +288,12 @@ class _Blocks:
             for name, weight in weights.items():
                 handle = self._module(weight).register_forward_pre_hook(partial(hook, name), with_kwargs=True)
                 stack.callback(handle.remove)
-            self._run(k, 0, state)
+            self._output(k, 0, state)
         calls = Counter(name for name, _, _ in called)
         groups: list[list[str]] = []
         before: tuple[int, ...] | None = None
         for name, entered, version in called:
-            if calls[name] > 1 or name in self.apart or not _is_of_tokens(entered, self.items[0][1]):
+            if calls[name] > 1 or name not in self.measured or not _is_of_tokens(entered, self.items[0][1]):
                 continue
             # By the memory and its version: transformers flattens one state for several layers.
             read = entered.data_ptr(), version, entered.numel(), entered.shape[-1], entered.stride(-1)
@@ -254,23 +304,33 @@ class _Blocks:
             before = read
         return groups
 
-    def _run(self, k: int, place: int, state: Tensor) -> Tensor:
-        """What block k gives for ``state`` and a batch. It may write into its input."""
+    def _output(self, k: int, place: int, state: Tensor) -> Tensor:
+        """What block k gives for ``state`` and a batch, on disk. It may write into its input."""
         first, _ = self.items[place]
-        return self.chain.output(k, first, state.to(device_of(self.model), copy=True))
+        return self._kept(self.chain.output(k, first, state.to(device_of(self.model), copy=True)))
 
     def _inputs(
-        self, k: int, place: int, layers: Sequence[nn.Module], state: Tensor, *, stop: bool = False
+        self,
+        k: int,
+        place: int,
+        layers: Sequence[nn.Module],
+        state: Tensor,
+        *,
+        kept: bool = False,
+        whole: bool = False,
     ) -> tuple[list[Tensor], Tensor]:
-        """(tokens, n) what each of these layers of block k reads in a batch, and what the block gives for ``state``:
-        all of it on disk. ``stop``: at the last of the layers; its input is not written then."""
+        """(tokens, n) what each of these layers of block k reads in a batch, and what the block gives for ``state``.
+
+        Args:
+            kept: inputs lie on disk. whole: the block is run to its end; otherwise up to the last of the layers.
+        """
         batch = self.items[place][1]
         seen: dict[int, Tensor] = {}
 
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             read = _tokens(entering(args, kwargs), batch)
-            seen[id(module)] = read if stop else self._kept(read)
-            if stop and len(seen) == len(layers):
+            seen[id(module)] = self._kept(read) if kept else read
+            if len(seen) == len(layers) and not whole:
                 raise _Reached
 
         after = state
@@ -278,7 +338,7 @@ class _Blocks:
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             with suppress(_Reached):
-                after = self._kept(self._run(k, place, state))
+                after = self._output(k, place, state)
         return [seen.get(id(layer), state.new_empty(0, 0)) for layer in layers], after
 
 

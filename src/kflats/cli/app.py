@@ -160,12 +160,12 @@ def compress(
     trim: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts.")
     ] = None,
-    sequential: Annotated[
+    no_sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential",
-            help="Code linear layers again, one after another, for what they read behind coded tables and layers: "
-            "outputs come nearer, most of all in few bits. This takes a second pass over all of them.",
+            "--no-sequential",
+            help="Code each linear layer by itself, not for what it reads behind coded tables and layers: in less "
+            "time, at outputs that are a little farther from the original's.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
@@ -198,7 +198,7 @@ def compress(
     others: dict[str, object] = {
         "--plan": plan,
         "--trim": trim,
-        "--sequential": sequential or None,
+        "--no-sequential": no_sequential or None,
         "--eval-texts": eval_texts,
         "--no-proof": no_proof or None,
         "--run-as": None if run_as == "dense" else run_as,
@@ -224,7 +224,7 @@ def compress(
     _check_places(out, force, model)
     if start(workers):
         return
-    read = data.read() | {"score": scored, "sequential": sequential}
+    read = data.read() | {"score": scored, "sequential": not no_sequential}
     read |= {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
     from kflats.recipe.recipe import Plan

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.codecs.streams import KeptStreams
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.common.formatting import Update, progress_bar, some
 from kflats.common.hashing import sha256
 from kflats.common.paths import expanded
@@ -38,7 +39,7 @@ from kflats.methods.protocol import Factored, Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import Swaps, unchanged_on_error
 from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, is_parameter, parameter
-from kflats.numerics.rows import Rows
+from kflats.numerics.rows import Rows, TensorRows
 from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.candidates import bias_bytes
 from kflats.planning.decide import Decided
@@ -50,6 +51,7 @@ _SHIFT, _STREAM = "bias shift", "stream of the file"
 _SVD_SIDE = 768
 """Reports compare weights with an SVD that takes seconds: those that are stored by no axes, up to this side."""
 _CODES = ("codes", "weight", "shrink", "basis_scale")
+_NO_TARGETS: Mapping[str, Target] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class CompressedWeight:
     report: WeightReport
     bias_shift: Tensor | None = None
     stream: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """(n, d) float32: the matrix as it is stored, with inputs as rows."""
+        assert self.matrix is not None
+        with torch.no_grad():
+            every = torch.arange(self.matrix.shape[0], device=self.matrix.weight.device)
+            rows = self.matrix.rows(every, dtype=torch.float32)
+        return rows.T if self.decision.recipe.matrix_rows == "out_features" else rows
 
     @property
     def packed(self) -> int:
@@ -97,22 +107,23 @@ def factorize(
     ``workers`` fit different weights, the largest first, and take those of others from ``partial``, which all of them
     must see.
     """
-    workers = workers or Workers()
-    chosen = [replace(one, recipe=as_cast(one.weight, one.recipe)) for one in plan.decisions]
-    done = {one.weight.name: CompressedWeight(one, None, left_dense(one)) for one in chosen if one.recipe.is_dense}
-    adjusted = largest_of_any_size(plan.decisions) if plan.allocation == "loss" else None
-    open_ones = [one for one in chosen if not one.recipe.is_dense]
-    last = [one for one in open_ones if adjusted is not None and one.weight is adjusted.weight]
     with progress_bar(quiet=quiet) as update:
-        fits = Fits(model, plan, data, seed, partial, update, workers)
-        fits.add_to_(done, [one for one in open_ones if one not in last])
-        for decision in last:
-            made = [one for one in done.values() if one.matrix is not None]
-            spare = sum(one.decision.budget_bytes - one.report.bytes_after for one in made)
-            room = None if file_limit is None else _room_in_file(model, done, decision, file_limit)
-            room = room or decision.budget_bytes + spare
-            fits.add_to_(done, [replace(decision, budget_bytes=min(room, decision.weight.nbytes))])
+        fits = Fits(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
+        done, open_ones = fits.begun()
+        fits.finish_(done, open_ones)
     return [done[decision.weight.name] for decision in plan.decisions]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is coded in place of a layer's own matrix: ``matrix`` (n, d), inputs as rows.
+
+    ``shift``: what the bias gains, (d,), from what was made of it, (n, d); None: nothing. ``note``: for the report.
+    """
+
+    matrix: Tensor
+    shift: Callable[[Tensor], Tensor] | None
+    note: str
 
 
 @dataclass(frozen=True)
@@ -126,9 +137,51 @@ class Fits:
     partial: Partial | None
     update: Update
     workers: Workers
+    file_limit: int | None = None
 
-    def add_to_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
-        """Carry out these decisions, the largest weights first, and add them to ``done``."""
+    def begun(self) -> tuple[dict[str, CompressedWeight], list[Decision]]:
+        """Weights that stay dense, by name, and the decisions that are to be carried out."""
+        chosen = [replace(one, recipe=as_cast(one.weight, one.recipe)) for one in self.plan.decisions]
+        done = {one.weight.name: CompressedWeight(one, None, left_dense(one)) for one in chosen if one.recipe.is_dense}
+        return done, [one for one in chosen if not one.recipe.is_dense]
+
+    def finish_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
+        """Carry out all that is left, and add it to ``done``. The largest weight whose codes can have any size comes
+        last."""
+        adjusted = largest_of_any_size(decisions) if self.plan.allocation == "loss" else None
+        self.add_to_(done, [one for one in decisions if one is not adjusted])
+        if adjusted is not None:
+            self.add_to_(done, self.with_room(done, [adjusted], [adjusted]))
+
+    def with_room(
+        self, done: Mapping[str, CompressedWeight], waiting: Sequence[Decision], given: Sequence[Decision]
+    ) -> list[Decision]:
+        """The ``given`` decisions among those ``waiting``, each with its share of the bytes that all that is ``done``
+        leaves of the budget. Weights whose codes cannot have any size keep theirs."""
+        able = [one for one in waiting if one.recipe.codec.any_size]
+        planned = sum(one.budget_bytes for one in able)
+        if self.plan.allocation != "loss" or not planned:
+            return list(given)
+        made = [done[one.weight.name] for one in self.plan.decisions if one.weight.name in done]
+        first = {one.weight.name: one.budget_bytes for one in self.plan.decisions}
+        spare = sum(first[one.decision.weight.name] - one.report.bytes_after for one in made if one.matrix is not None)
+        room = None if self.file_limit is None else _room_in_file(self.model, done, waiting, self.file_limit)
+        room = planned + spare if room is None else room - sum(one.budget_bytes for one in waiting if one not in able)
+        return [
+            replace(one, budget_bytes=min(max(room, 0) * one.budget_bytes // planned, one.weight.nbytes))
+            if one.recipe.codec.any_size
+            else one
+            for one in given
+        ]
+
+    def add_to_(
+        self,
+        done: dict[str, CompressedWeight],
+        decisions: Sequence[Decision],
+        targets: Mapping[str, Target] = _NO_TARGETS,
+    ) -> None:
+        """Carry out these decisions, the largest weights first, with ``targets`` by name, and add them to ``done``.
+        Where a target does not fit, the weight itself is coded."""
         groups = _groups(decisions, self.workers.count)
         places = list(accumulate(map(len, groups), initial=len(done)))
         tasks = [f"fitting {_names(group)}" for group in groups]
@@ -136,41 +189,59 @@ class Fits:
             lambda made: some([one.decision.weight.name for one in made]),
             lambda index, names: [self.written(decision) for decision in groups[index]],
         )
-        made = self.workers.divided(tasks, lambda index: self._group(groups[index], places[index]), packed)
+        made = self.workers.divided(tasks, lambda index: self._group(groups[index], places[index], targets), packed)
         done.update({one.decision.weight.name: one for group in made for one in group})
 
-    def _group(self, group: Sequence[Decision], place: int) -> list[CompressedWeight]:
+    def _group(self, group: Sequence[Decision], place: int, targets: Mapping[str, Target]) -> list[CompressedWeight]:
         """What ``_groups`` puts together: each weight is fitted and written, or taken from an interrupted run."""
         made = {one.weight.name: self.stored(one) for one in group}
         open_ones = [one for one in group if made[one.weight.name] is None]
         self.update(f"fitting {_names(open_ones or group)}", place, len(self.plan.decisions))
-        fitted = self._fitted_together(open_ones, place) if len(open_ones) > 1 else None
+        fitted = self._fitted_together(open_ones, place, targets) if len(open_ones) > 1 else None
         for one in open_ones:
             # No name holds what was fitted: it is gone once it is written.
+            target = targets.get(one.weight.name)
             made[one.weight.name] = self.kept(
-                self.reported(one, *(fitted.pop(0) if fitted else self._fitted([one], place)[0]))
+                self._reported(one, *fitted.pop(0), target) if fitted else self._alone(one, place, target)
             )
         return [one for one in made.values() if one is not None]
 
-    def _fitted_together(self, decisions: Sequence[Decision], place: int) -> list[tuple[Problem, Factored]] | None:
+    def _alone(self, one: Decision, place: int, target: Target | None) -> CompressedWeight:
+        if target is not None:
+            with suppress(DoesNotFitError):  # integers of one width may take more bytes than those of the weight
+                return self._reported(one, *self._fitted([one], place, {one.weight.name: target})[0], target)
+        return self._reported(one, *self._fitted([one], place, {})[0], None)
+
+    def _fitted_together(
+        self, decisions: Sequence[Decision], place: int, targets: Mapping[str, Target]
+    ) -> list[tuple[Problem, Factored]] | None:
         """None: one of them cannot be fitted. The error of a fit of that one alone names it."""
         try:
-            return self._fitted(decisions, place)
+            return self._fitted(decisions, place, targets)
         except KflatsError:
             return None
 
-    def _fitted(self, decisions: Sequence[Decision], place: int) -> list[tuple[Problem, Factored]]:
+    def _fitted(
+        self, decisions: Sequence[Decision], place: int, targets: Mapping[str, Target]
+    ) -> list[tuple[Problem, Factored]]:
         def show(name: str, phase: str, iteration: int, objective: float) -> None:
             value = f", objective {objective:.6g}" if objective else ""
             self.update(f"{name}: {phase}, step {iteration}{value}", place, len(self.plan.decisions))
 
         with usual_settings():
-            return _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show)
+            return _fit(self.model, decisions, self.data, self.seed, self.plan.budget, show, targets)
 
-    def reported(self, decision: Decision, problem: Problem, factored: Factored) -> CompressedWeight:
+    def _reported(
+        self, decision: Decision, problem: Problem, factored: Factored, target: Target | None
+    ) -> CompressedWeight:
         """What was made of a weight, with its report."""
         with usual_settings():
-            return _compressed(self.model, decision, self.data, self.plan.budget, problem, factored)
+            made = _compressed(self.model, decision, self.data, self.plan.budget, problem, factored)
+        if target is None:
+            return made
+        shift = made.bias_shift if target.shift is None else target.shift(made.dense()).to(torch.float32)
+        note = "; ".join(filter(None, (made.report.note, target.note)))
+        return replace(made, bias_shift=shift, report=replace(made.report, note=note))
 
     def kept(self, one: CompressedWeight) -> CompressedWeight:
         """The same, written and mapped, where there is a ``partial`` run."""
@@ -251,8 +322,11 @@ def kept_streams(done: Sequence[CompressedWeight]) -> KeptStreams:
     return streams
 
 
-def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: Decision, limit: int) -> int | None:
-    """Bytes for the codes of ``last`` in one safetensors file of at most ``limit`` bytes, with all else in it.
+def _room_in_file(
+    model: nn.Module, done: Mapping[str, CompressedWeight], last: Sequence[Decision], limit: int
+) -> int | None:
+    """Bytes for the codes of the ``last`` weights in one safetensors file of at most ``limit`` bytes, with all else in
+    it.
 
     Args:
         model: before any swap.
@@ -262,7 +336,7 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
         None if nothing is left, and for a model with factored layers, whose entries in a file are not known.
     """
     fitted = [one for one in done.values() if one.matrix is not None]
-    swapped = [last.weight, *(one.decision.weight for one in fitted)]
+    swapped = [*(one.weight for one in last), *(one.decision.weight for one in fitted)]
     gone = {_table_name(place) for weight in swapped for place in weight.places}
     # Of several names of one tensor a file holds one: the longest needs most.
     names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
@@ -279,8 +353,8 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
             if not coded or key == "codes" or tensor.is_floating_point()
         }
     entries = {name: (str(tensor.dtype), tensor.shape) for name, tensor in kept.items()}
-    entries |= {f"{last.weight.name}.{key}": ("BF16", (limit,)) for key in _CODES}
-    gained = [last.weight, *(one.decision.weight for one in fitted if one.bias_shift is not None)]
+    entries |= {f"{one.weight.name}.{key}": ("BF16", (limit,)) for one in last for key in _CODES}
+    gained = [*(one.weight for one in last), *(one.decision.weight for one in fitted if one.bias_shift is not None)]
     entries |= {f"{one.name}.bias": ("BF16", (one.shape[1],)) for one in gained if not one.bias}
     return max(0, limit - beside - header_bytes(entries, limit)) or None
 
@@ -330,8 +404,10 @@ def _fit(
     seed: int,
     budget: Budget,
     show: Callable[[str, str, int, float], None],
+    targets: Mapping[str, Target],
 ) -> list[tuple[Problem, Factored]]:
-    """Fit weights of one shape and type with one method and codec; ``show`` is given the name of one and its progress.
+    """Fit weights of one shape and type with one method and codec, or their ``targets``, by name; ``show`` is given the
+    name of one and its progress. Problems are those of the weights themselves.
 
     Raises:
         KflatsError: one of them cannot be fitted; it names the first.
@@ -343,10 +419,20 @@ def _fit(
         nbytes = one.budget_bytes - bias_bytes(one.weight, one.recipe, weighting, budget.counts_labels)
         progress = functools.partial(show, one.weight.name)
         problems.append(Problem(rows, nbytes, dtype.itemsize, weighting, not budget.counts_labels, seed, progress))
+    wanted = [_aimed(problem, one, targets) for problem, one in zip(problems, decisions, strict=True)]
     try:
-        return list(zip(problems, recipe.encode_together(problems, dtype), strict=True))
+        return list(zip(problems, recipe.encode_together(wanted, dtype), strict=True))
     except KflatsError as error:
         raise error.about(decisions[0].weight.name) from error
+
+
+def _aimed(problem: Problem, decision: Decision, targets: Mapping[str, Target]) -> Problem:
+    """The problem with the target of its weight, where it has one."""
+    target = targets.get(decision.weight.name)
+    if target is None:
+        return problem
+    turned = decision.recipe.matrix_rows == "out_features"
+    return replace(problem, rows=TensorRows(target.matrix.T if turned else target.matrix))
 
 
 def _compressed(

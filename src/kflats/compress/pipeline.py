@@ -120,7 +120,7 @@ def compress_(
     statistics: Statistics | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
-    sequential: bool = False,
+    sequential: bool = True,
     seed: int = 0,
     quiet: bool = False,
 ) -> Report:
@@ -133,8 +133,9 @@ def compress_(
     Args:
         model, recipes, keep, size, texts, tokenizer, calibration, objective, statistics, samples, allocation: as
             ``plan``; or ``recipes`` is a ``Plan``, without a budget.
-        sequential: whether coded linear layers are coded again, one after another, for what they read behind coded
-            tables and layers (docs/codecs.md). It takes a second pass over all of them.
+        sequential: whether linear layers are coded one after another, each for what it reads behind coded tables and
+            layers (docs/codecs.md). It needs texts or batches, and a model that is a chain of blocks. False: each by
+            itself, which takes less time, and loses more.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
 
@@ -178,7 +179,7 @@ def compress_folder(
     prepared: Prepared | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
-    sequential: bool = False,
+    sequential: bool = True,
     score: Callable[[nn.Module, Any], float] | None = None,
     trim: int | None = None,
     seed: int = 0,

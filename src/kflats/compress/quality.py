@@ -59,7 +59,7 @@ def smallest(
     run_as: RunForm,
     most: int,
     sharing: Sharing,
-    sequential: bool = False,
+    sequential: bool = True,
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
