@@ -18,7 +18,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,7 @@ from kflats.io.mapped import Spill
 from kflats.matrices.registry import Matrix
 from kflats.model.weights import Weight, embedding_scale, module_of
 from kflats.numerics.gram import add_lower_gram_, mirror_
+from kflats.numerics.large_matrices import factorize_, stripes, zero_matrix
 
 _NOISE = 1e-4
 """The least damping, as a share of the mean square of inputs: what differs less is not far from errors of float32."""
@@ -53,8 +54,8 @@ class Moments:
 
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 5.0], [2.0, 0.0]])
     >>> moments = Moments.of([(x, x)])
-    >>> torch.equal(moments.target(torch.eye(2), part=1.0, damping=0.1), torch.eye(2).double())  # no error before it
-    True
+    >>> moments.targets([torch.eye(2).double()], part=1.0, damping=0.1)[0].tolist()  # no error before it
+    [[1.0, 0.0], [0.0, 1.0]]
     """
 
     gram: Tensor
@@ -76,25 +77,34 @@ class Moments:
         means = {name: one.div_(tokens) for name, one in sums.items()}
         return cls(**means, size=float(means["gram"].diagonal().mean()))
 
-    def centred(self) -> Moments:
-        """Those of inputs less their means, where a bias takes over what the means do."""
+    def centred_(self) -> Moments:
+        """Those of inputs less their means, where a bias takes over what the means do. Matrices are written over."""
+        self.gram.addr_(self.mean, self.mean, alpha=-1)
+        self.cross.addr_(self.mean, self.away, alpha=-1)
         zero = torch.zeros_like(self.mean)
-        gram = self.gram - torch.outer(self.mean, self.mean)
-        return Moments(gram, self.cross - torch.outer(self.mean, self.away), zero, zero, self.size)
+        return replace(self, mean=zero, away=zero)
 
-    def target(self, matrix: Tensor, part: float, damping: float) -> Tensor:
-        """M + part (E z z' + level I)^-1 E z (x - z)' M. The level is ``damping`` of the mean diagonal of E z z', and
-        at least a ten thousandth of what that was before it was centred: inputs that differ less are noise of rounding.
+    def targets(self, matrices: Sequence[Tensor], part: float, damping: float) -> list[Tensor]:
+        """M + part (E z z' + level I)^-1 E z (x - z)' M of each M. The level is ``damping`` of the mean diagonal of
+        E z z', and at least a ten thousandth of what that was before it was centred: inputs that differ less are noise
+        of rounding.
 
         Args:
-            matrix: M, (n, d). part: 1 for the target itself, 0 for M.
+            matrices: M, each (n, d) float64. part: 1 for the target itself, 0 for M.
         """
         level = max(float(damping * self.gram.diagonal().mean()), _NOISE * self.size)
-        if level <= 0:  # nothing was read
-            return matrix
-        damped = self.gram + level * torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
-        factor = torch.linalg.cholesky(damped)
-        return matrix + part * torch.cholesky_solve(self.cross @ matrix.to(torch.float64), factor)
+        factor = zero_matrix(len(self.gram), len(self.gram)).copy_(self.gram)
+        factor.diagonal().add_(level)
+        if level <= 0 or not factorize_(factor):  # nothing was read
+            return list(matrices)
+        return [matrix + part * _solved(factor, self.cross @ matrix) for matrix in matrices]
+
+
+def _solved(factor: Tensor, right: Tensor) -> Tensor:
+    """(R'R)^-1 times ``right``, where R is upper triangular."""
+    half = torch.linalg.solve_triangular(factor.mT, right, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor, half, upper=True)
+    return solved
 
 
 def sums_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -104,12 +114,13 @@ def sums_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     for x, z in pairs:
         n, apart = x.shape[1], x - z
         if not sums:
-            shapes: dict[str, tuple[int, ...]] = {"gram": (n, n), "cross": (n, n), "mean": (n,), "away": (n,)}
-            sums = {name: torch.zeros(shape, dtype=torch.float64, device=z.device) for name, shape in shapes.items()}
+            sums = {name: zero_matrix(n, n, device=z.device) for name in ("gram", "cross")}
+            sums |= {name: torch.zeros(n, dtype=torch.float64, device=z.device) for name in ("mean", "away")}
             sums["tokens"] = torch.tensor(0)
         # Products of one batch in float32, their sum over batches in float64.
         add_lower_gram_(sums["gram"], z)
-        sums["cross"] += z.T @ apart
+        for here in stripes(sums["cross"]):
+            sums["cross"][here] += z[:, here].T @ apart
         sums["mean"] += z.sum(0, dtype=torch.float64)
         sums["away"] += apart.sum(0, dtype=torch.float64)
         sums["tokens"] += len(z)
@@ -148,7 +159,7 @@ class Blocks:
         scratch: str | os.PathLike[str] | None = None,
         workers: Workers | None = None,
     ) -> Blocks | None:
-        """None for a model that is no chain of blocks (``calibration.layers``).
+        """None for a model that is no chain of blocks (``calibration.layers``), and where no layer can be compared.
 
         Args:
             weights, measured: as of ``Blocks``. batches: windows. scratch: a folder whose disk takes states; None: the
@@ -168,7 +179,16 @@ class Blocks:
         if chain is None:
             return None
         # Layers that read something else than one row of each token, samples first, cannot be compared.
-        compared = frozenset(measured) - frozenset(job.without_layout)
+        known = _tokens_in(batches)
+        compared = frozenset(
+            one.name
+            for one in weights
+            if one.name in measured
+            and one.name not in job.without_layout
+            and (known is None or known >= _TOKENS * one.shape[0])
+        )
+        if not compared:
+            return None
         return cls(model, blocks, chain, items, weights, compared, spill, workers or Workers())
 
     @property
@@ -348,6 +368,18 @@ class _Reached(Exception):
 
 class _OtherTokens(Exception):
     """A layer read other tokens behind coded layers than in the original model."""
+
+
+def _tokens_in(batches: Sequence[Batch]) -> int | None:
+    """Tokens of all batches without padding; None where batches are no texts."""
+    total = 0
+    for batch in batches:
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if not isinstance(ids, Tensor):
+            return None
+        masked = isinstance(mask, Tensor) and mask.shape == ids.shape
+        total += int((mask != 0).sum()) if masked and isinstance(mask, Tensor) else ids.numel()
+    return total
 
 
 def _is_of_tokens(x: Tensor, batch: Batch) -> bool:

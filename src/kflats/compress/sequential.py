@@ -8,6 +8,7 @@ coded already (``calibration.sequential``). Bytes that a weight leaves of its bu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from kflats.common.workers import Workers
 from kflats.compress.fitting import CompressedWeight, Fits, Partial, Target
 from kflats.evaluation.running import Batch, batch_size, modalities_of
 from kflats.model.weights import Weight, dense_weight
-from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.decide import Decided
 from kflats.recipe.recipe import Decision
 
@@ -94,7 +95,7 @@ class _Layers:
         def recode(weights: Sequence[Weight], moments: Moments | None) -> dict[str, tuple[Tensor, Tensor | None]]:
             waiting = [one for name, one in self.decisions.items() if name not in done]
             given = [one for one in waiting if any(one.weight is weight for weight in weights)]
-            targets = {} if moments is None else {one.weight.name: self._target(one, moments) for one in given}
+            targets = {} if moments is None else self._targets(given, moments)
             self.fits.add_to_(done, self.fits.with_room(done, waiting, given), targets)
             return {weight.name: (done[weight.name].dense(), done[weight.name].bias_shift) for weight in weights}
 
@@ -104,23 +105,31 @@ class _Layers:
         self.blocks.recalibrate(tables, recode, show)
 
     @usual_settings()
-    def _target(self, decision: Decision, moments: Moments) -> Target:
-        """What is coded in place of the matrix of a layer. Where importance is centred, the bias takes all means."""
-        fits, weight = self.fits, decision.weight
-        _, weighting = fits.data.matrix(fits.model, weight, decision.recipe)
-        matrix = dense_weight(fits.model, weight).cpu().to(torch.float64)
-        if weighting.mean is None:
-            return Target(moments.target(matrix, _PART, _DAMPING).float(), None, _NOTE)
+    def _targets(self, given: Sequence[Decision], moments: Moments) -> dict[str, Target]:
+        """What is coded in place of the matrices of layers. Where importance is centred, the bias takes all means."""
+        data, model = self.fits.data, self.fits.model
+        matrices = {one.weight.name: dense_weight(model, one.weight).cpu().to(torch.float64) for one in given}
+        centred = [one.weight.name for one in given if data.matrix(model, one.weight, one.recipe)[1].mean is not None]
+        plain = [name for name in matrices if name not in centred]
+        wanted = dict(zip(plain, moments.targets([matrices[name] for name in plain], _PART, _DAMPING), strict=True))
+        if centred:
+            spread = moments.centred_()
+            found = spread.targets([matrices[name] for name in centred], _PART, _DAMPING)
+            wanted |= dict(zip(centred, found, strict=True))
 
-        def shift(made: Tensor) -> Tensor:
+        def shift(matrix: Tensor, made: Tensor) -> Tensor:
             return _PART * moments.away @ matrix + moments.mean @ (matrix - made)
 
-        return Target(moments.centred().target(matrix, _PART, _DAMPING).float(), shift, _NOTE)
+        return {
+            name: Target(target.float(), functools.partial(shift, matrices[name]) if name in centred else None, _NOTE)
+            for name, target in wanted.items()
+        }
 
 
 def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str]) -> Blocks | None:
     """The blocks of the model with what they are run on; None where there are none."""
-    batches = _windows(fits.model, fits.data)
+    measured = bool(needed((one.weight, one.recipe) for one in decisions))
+    batches = _windows(fits.model, fits.data, measured)
     scratch = None if fits.partial is None else fits.partial.folder
     layers = [one.weight for one in decisions if _is_layer(one)]
     return Blocks.of(fits.model, layers, with_targets, batches, scratch, fits.workers)
@@ -138,12 +147,13 @@ def _is_layer(decision: Decision) -> bool:
     return len(places) == 1 and places[0].role in ("linear", "conv1d")
 
 
-def _windows(model: nn.Module, data: CalibrationData) -> list[Batch]:
-    """The batches that layers are run on: of the calibration data, of the texts, or drawn; [] where there is none."""
+def _windows(model: nn.Module, data: CalibrationData, measured: bool) -> list[Batch]:
+    """The batches that layers are run on: of the calibration data, of the texts, or drawn, where windows were drawn to
+    measure with; [] where there is none."""
     try:
         if data.calibration or data.counts:
             batches = replace(data, samples=min(data.samples, _WINDOWS)).batches(model)
-        elif data.tokenizer is not None and modalities_of(model) == ("input_ids",):
+        elif measured and data.tokenizer is not None and modalities_of(model) == ("input_ids",):
             drawn = drawn_windows(data.tokenizer, samples=_WINDOWS, model=model)
             batches = replace(data, windows=drawn).batches(model)
         else:
