@@ -9,7 +9,7 @@ Cosines of sentence vectors to the original's: mean / 5th percentile. What kflat
 paragraphs of WikiText-2 (valid). "took": seconds of coding all weights but those that one pass coded alike.
 
     python benchmarks/sequential.py --write benchmarks/results/sequential.md
-    python benchmarks/sequential.py --sizes 4MB,8MB --parts 1 --windows 128 --wide 9
+    python benchmarks/sequential.py --sizes 4MB,8MB --parts 1 --windows 128,64 --wide 9
 
 ``--parts``: of the way. ``--windows``: of calibration text. ``--wide``: inputs an output up to which a layer has a
 target. ``--texts 0``: without texts, with windows that are drawn.
@@ -29,6 +29,7 @@ import torch
 from _common import arguments, publish, table
 from _sentences import data_folder, paragraphs, sentences
 
+import kflats.calibration.sequential as calibrated
 from kflats import Auto, read_texts
 from kflats.compress import sequential
 from kflats.compress.fitting import CompressedWeight, Partial, swapped
@@ -110,6 +111,7 @@ def coded(model: Any, decided: Any, way: Way, partial: Partial, limit: int) -> t
         patch.object(sequential, "_PART", way.part),
         patch.object(sequential, "_WINDOWS", way.windows),
         patch.object(sequential, "_WIDE", way.wide),
+        patch.object(calibrated, "_TOKENS", 0),  # few windows are to be seen
         patch.object(Partial, "beside", lambda self, name: BESIDE(self, f"{name} {way}")),
     ):
         done = fitted(model, decided, 0, True, partial, limit, sequential=way.in_order)

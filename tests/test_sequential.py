@@ -231,8 +231,8 @@ def test_few_tokens_are_no_measurement() -> None:
     model = blocks(count=2)
     layers = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
     names = [layer.name for layer in layers]
-    assert BlocksOf.of(model, layers, names, windows(7)) is None  # fewer than 16 an input
-    assert BlocksOf.of(model, layers, names, windows(8)) is not None
+    assert BlocksOf.of(model, layers, names, windows(5)) is None  # fewer than 12 an input
+    assert BlocksOf.of(model, layers, names, windows(6)) is not None
 
 
 def fits(model: nn.Module, decided: Decided, **more: Any) -> dict[str, CompressedWeight]:

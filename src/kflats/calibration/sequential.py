@@ -38,7 +38,7 @@ from kflats.numerics.large_matrices import factorize_, stripes, zero_matrix
 
 _NOISE = 1e-4
 """The least damping, as a share of the mean square of inputs: what differs less is not far from errors of float32."""
-_TOKENS = 16
+_TOKENS = 12
 """Tokens an input of a layer from which on inputs are compared. Fewer show what is common to them, and to no others."""
 _OTHER = "other tokens"
 _NO_CHAIN = "sequential=False, which measures the original model alone"
