@@ -2,7 +2,8 @@
 
 all-MiniLM-L6-v2, all weights, proof not counted, in seconds of CPU time with one thread. "measure" runs the model over
 windows of WikiText-2 (train); "plan" weighs, lists the ways to store each weight and shares the bytes; "fit" makes the
-codes; "rest" reads texts, loads, judges sizes and saves. A search by quality plans and fits several sizes.
+codes, and runs the model behind coded layers; "rest" reads texts, loads, judges sizes and saves. A search by quality
+plans and fits several sizes.
 
     taskset -c 0 python benchmarks/compress_time.py --write benchmarks/results/compress_time.md
 """
@@ -31,6 +32,7 @@ from kflats.evaluation.outputs import weight_file_bytes
 LINES: dict[str, tuple[dict[str, Any], bool]] = {
     "--size 20MB": ({"size": "20MB"}, True),
     "--size 8MB": ({"size": "8MB"}, True),
+    "--size 8MB --no-sequential": ({"size": "8MB", "sequential": False}, True),
     "--size 6MB": ({"size": "6MB"}, True),
     "--size 8MB, no texts": ({"size": "8MB"}, False),
     "--quality 0.99": ({"quality": 0.99}, True),
@@ -39,8 +41,8 @@ LINES: dict[str, tuple[dict[str, Any], bool]] = {
 STAGES: tuple[tuple[str, ModuleType, str], ...] = (
     ("measure", kflats.planning.calibration_data, "measure"),
     ("plan", kflats.planning.decide, "share_out"),
-    ("fit", kflats.compress.pipeline, "factorize"),
-    ("fit", kflats.compress.quality, "factorize"),
+    ("fit", kflats.compress.pipeline, "fitted"),
+    ("fit", kflats.compress.quality, "fitted"),
 )
 """The stage, and the function that does its work, where it is called."""
 
