@@ -226,6 +226,10 @@ class Chain:
         """A copy of h_k of a batch that was run."""
         return self._traces[first].states[k].copy()
 
+    def first_state(self, first: int) -> Tensor:
+        """h_0 of a batch that was run, on disk."""
+        return self._traces[first].states[0].mapped
+
     def entered(self, batch: Batch, first: int) -> Tensor:
         """h_0 of a batch that was run, as the model computes it now: what is before the layers may have changed."""
         entered = list[Tensor]()

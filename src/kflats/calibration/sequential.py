@@ -216,7 +216,7 @@ class Blocks:
         own = sorted({0, *(place for part in self._parts[self.workers.rank :: self.workers.count] for place in part)})
         items = {place: self.items[place] for place in own}
         self.chain.enter(items.values())
-        original = {place: self.chain.state(0, first) for place, (first, _) in items.items()}
+        original = {place: self.chain.first_state(first) for place, (first, _) in items.items()}
         inside = {id(module) for block in self.blocks for module in block.modules()}
         outside = [weight for weight in self.weights if id(self._module(weight)) not in inside]
         with ExitStack() as changed:

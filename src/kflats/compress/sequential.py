@@ -33,9 +33,9 @@ _PART, _DAMPING = 0.5, 0.25
 """Of the target: its part of the way (``benchmarks/sequential.py``), and its damping, about what importance and codec
 add to a Gram matrix."""
 _WIDEST, _WIDE = 8192, 2
-"""Inputs of a layer up to which it has a target: their moments and the solver's copies take 3 GB. And inputs an output:
-a layer with more of them, as the second of a feed-forward network, costs most, and its target gains nothing that was
-seen (``benchmarks/sequential.py``)."""
+"""Inputs of a layer up to which it has a target: its moments and their factor then take 1.6 GB. And inputs an output: a
+layer with more of them, as the second of a feed-forward network, costs most and gains least
+(``benchmarks/sequential.py --wide 9``)."""
 _WINDOWS = SAMPLES
 """How many windows layers are run on, at most."""
 _NOTE = "coded behind coded layers"
@@ -94,7 +94,8 @@ class _Layers:
 
         def recode(weights: Sequence[Weight], moments: Moments | None) -> dict[str, tuple[Tensor, Tensor | None]]:
             waiting = [one for name, one in self.decisions.items() if name not in done]
-            given = [one for one in waiting if any(one.weight is weight for weight in weights)]
+            names = {weight.name for weight in weights}
+            given = [one for one in waiting if one.weight.name in names]
             targets = {} if moments is None else self._targets(given, moments)
             self.fits.add_to_(done, self.fits.with_room(done, waiting, given), targets)
             return {weight.name: (done[weight.name].dense(), done[weight.name].bias_shift) for weight in weights}
