@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kflats.common.workers import Workers
 from kflats.compress.fitting import CompressedWeight, Partial, swapped
 from kflats.compress.sequential import _NOTE as NOTE
 from kflats.compress.sequential import fitted
-from kflats.importance import InputGram
+from kflats.importance import InputGram, KroneckerFisher
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight, find_weights
 from kflats.planning.calibration_data import gather
@@ -110,9 +111,9 @@ def test_without_errors_before_it_the_target_is_the_layer_itself(same: bool) -> 
 def test_inputs_without_spread_are_noise_of_rounding() -> None:
     """Centred, they have a Gram matrix of rounding errors, which may not be definite."""
     draws = torch.Generator().manual_seed(5)
-    for seed in range(20):
-        x = torch.randn(1, 12, generator=draws).expand(40, 12) * (1 + 1e-7 * seed)
-        matrix = torch.randn(12, 3, generator=draws)
+    for seed, n in enumerate([12] * 20 + [1200]):
+        x = torch.randn(1, n, generator=draws).expand(40, n) * (1 + 1e-7 * seed)
+        matrix = torch.randn(n, 3, generator=draws)
         found = moments_of(x, 1.01 * x).centred_().targets([matrix.double()], 1, 0.25)[0]
         torch.testing.assert_close(found.float(), matrix, rtol=0, atol=0.05)
 
@@ -344,15 +345,155 @@ def test_a_target_that_does_not_fit_leaves_the_layer_itself(monkeypatch: pytest.
         assert one.report.bytes_after == first[name].report.bytes_after
 
 
-def small(kind: str) -> Any:
+class Widening(nn.Module):
+    """Blocks of other widths, and a head of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(60, 48)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(n, n + 8), nn.Tanh()) for n in (48, 56))
+        self.head = nn.Linear(64, 48)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_blocks_of_other_widths() -> None:
+    torch.manual_seed(0)
+    model = Widening().eval()
+    seen = visited(model, windows(12))
+    assert [names for names, apart in seen if apart is not None] == [["layers.0.0"], ["layers.1.0"]]
+
+
+class Asking(Blocks):
+    """A model whose batches are for its objective, and one that reads the type of a layer."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids).to(self.layers[0].left.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["batches of an objective", "types that are read"])
+def test_what_cannot_be_run_alone_is_coded_by_itself(way: str) -> None:
+    torch.manual_seed(0)
+    if way == "types that are read":
+        model, given = Asking().eval().half(), windows()
+    else:
+        model, given = blocks(), [{"target": one["input_ids"]} for one in windows()]
+    layers = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
+    assert BlocksOf.of(model, layers, [layer.name for layer in layers], given) is None
+
+
+def test_many_batches_are_few_open_files() -> None:
+    given = [{"input_ids": one["input_ids"][row : row + 1]} for one in windows(20) for row in range(8)]
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    most = 0
+
+    def recode(weights: Any, moments: Any) -> Any:
+        nonlocal most
+        if Path("/proc/self/fd").exists():
+            most = max(most, len(list(Path("/proc/self/fd").iterdir())) - before)
+        return {weight.name: (dense_weight(model, weight).clone(), None) for weight in weights}
+
+    model = blocks()
+    layers = [weight for weight in find_weights(model) if weight.places[0].role == "linear"]
+    chain = BlocksOf.of(model, layers, [layer.name for layer in layers], given)
+    assert chain is not None
+    chain.recalibrate((), recode)
+    assert most < len(given) + 20
+
+
+def test_layers_that_choose_tokens_are_not_compared() -> None:
+    class Choosing(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.chosen = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            most = y.norm(dim=2).topk(6).indices
+            return y + self.chosen(y.take_along_dim(most.unsqueeze(2), 1)).mean(1, keepdim=True)
+
+    class Given(Blocks):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Given(count=2).eval()
+    model.layers = nn.ModuleList(Choosing(48) for _ in range(2))
+    seen = visited(model, [{"x": torch.randn(8, 12, 48)} for _ in range(8)])
+    assert {name for names, apart in seen if apart is None for name in names} == {
+        "layers.0.chosen",
+        "layers.1.chosen",
+    }
+
+
+def test_a_change_of_way_uses_nothing_of_an_interrupted_run(tmp_path: Path) -> None:
+    model = blocks()
+    decided = decided_for(model)
+    partial = Partial(tmp_path / "out", "a model")
+    fresh, _ = fits(model, decided), fits(model, decided, sequential=False, partial=partial)
+    for name, one in fits(model, decided, partial=partial).items():
+        assert one.report.bytes_after == fresh[name].report.bytes_after
+        for key, tensor in one.matrix.tensors().items() if one.matrix is not None else ():
+            assert torch.equal(fresh[name].matrix.tensors()[key], tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(kflats.Feedback(), torch.float16), (Integer(3), torch.float32)],
+    ids=["half precision", "integers of one width"],
+)
+def test_a_file_is_filled(codec: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also where the table takes what integers of one width leave, and where half precision is wide for a while."""
+    model = small("bert", vocab_size=2400).to(dtype)
+    model.save_pretrained(tmp_path / "model")
+    share = 0.25 if dtype == torch.float32 else 0.4
+    limit = int(share * sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")))
+    data = {"calibration": windows(), "quiet": True}
+    recipes = {
+        "linear": Recipe(KeepDense(), KroneckerFisher(), kflats.Feedback(), matrix_rows="out_features"),
+        "embeddings.word_embeddings": Recipe(KeepDense(), KroneckerFisher(), kflats.Feedback()),
+    }
+    planned = kflats.plan(model, recipes, size=f"{limit}B", allocation="loss", **data)
+    # Layers have more bytes than integers of one width take.
+    layers = {
+        one.weight.name: 2 * math.prod(one.weight.shape) // 3
+        for one in planned.decisions
+        if "layer." in one.weight.name
+    }
+    spent = sum(layers[one.weight.name] - one.budget_bytes for one in planned.decisions if one.weight.name in layers)
+    made = [
+        replace(one, recipe=replace(one.recipe, codec=codec), budget_bytes=layers[one.weight.name])
+        if one.weight.name in layers
+        else replace(one, budget_bytes=one.budget_bytes - spent * ("word" in one.weight.name))
+        for one in planned.decisions
+    ]
+    if codec == Integer(3):
+        planned = replace(planned, decisions=tuple(made))
+    report = kflats.compress_folder(tmp_path / "model", tmp_path / "small", plan=planned, **data)
+    assert any(NOTE in one.note for one in report.weights)
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "small").glob("*.safetensors"))
+    assert 0.97 * limit <= nbytes <= limit
+
+
+def small(kind: str, vocab_size: int = 60) -> Any:
     from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
     torch.manual_seed(0)
     if kind == "bert":
         sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        return BertModel(BertConfig(vocab_size=60, **sizes)).eval()
+        return BertModel(BertConfig(vocab_size=vocab_size, **sizes)).eval()
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2Model(GPT2Config(vocab_size=60, n_positions=16, n_embd=48, n_layer=2, n_head=2, **ends)).eval()
+    return GPT2Model(GPT2Config(vocab_size=vocab_size, n_positions=16, n_embd=48, n_layer=2, n_head=2, **ends)).eval()
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

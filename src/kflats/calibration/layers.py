@@ -53,9 +53,9 @@ def longest_list(model: nn.Module) -> tuple[nn.Module, ...]:
     return () if most is None else tuple(most)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OnDisk:
-    """A tensor in a mapped file, and the device that it came from."""
+    """A tensor in a mapped file, or on its way there, and the device that it came from."""
 
     mapped: Tensor
     device: torch.device
@@ -211,16 +211,18 @@ class Chain:
             self._traces[first] = self._traced(batch, first)
 
     def enter(self, items: Iterable[tuple[int, Batch]]) -> None:
-        """As ``start``, but of the states h_0 alone. Layers are not computed, unless the other arguments of layers in
-        the first batch turn out to depend on them."""
+        """As ``start``, but without the states between layers. Where the other arguments of layers do not depend on
+        them, as the first batch shows, layers are not computed, and h_0 stands for h_L too."""
         left_out: bool | None = None
         for first, batch in items:
             trace = None if left_out is False else self._entered(batch, first)
             if left_out is None:
                 whole = self._traced(batch, first)
                 left_out = trace is not None and _same(trace.calls, whole.calls)
-            trace = trace if left_out and trace is not None else self._traced(batch, first)
-            self._traces[first] = replace(trace, states=trace.states[:1])
+            if not left_out or trace is None:
+                trace = self._traced(batch, first)
+                trace = replace(trace, states=[trace.states[0], trace.states[-1]])
+            self._traces[first] = trace
 
     def state(self, k: int, first: int) -> Tensor:
         """A copy of h_k of a batch that was run."""
@@ -240,16 +242,17 @@ class Chain:
     def _entered(self, batch: Batch, first: int) -> _Trace | None:
         """h_0 and the other arguments of all layers, each of which gives what it is given; None if the model does not
         run so."""
-        trace, kept = _Trace(), self._keeper()
-
-        def seen(state: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if not trace.states:  # now: what follows may write into it
-                trace.states.append(self._kept(state))
-            trace.calls.append(_mapped((args, kwargs), lambda leaf: _STATE if leaf is state else kept(leaf)))
-
+        trace = _Trace()
         try:
-            with self._left_out(None, [], seen):
-                self._losses(batch, first)
+            with self._keeping() as kept:
+
+                def seen(state: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+                    if not trace.states:
+                        trace.states.append(kept(state))  # as it is now: what follows may write into it
+                    trace.calls.append(_mapped((args, kwargs), lambda leaf: _STATE if leaf is state else kept(leaf)))
+
+                with self._left_out(None, [], seen):
+                    self._losses(batch, first)
         except (KflatsError, RuntimeError, TypeError, ValueError, IndexError):
             return None
         return trace if trace.states else None
@@ -269,8 +272,9 @@ class Chain:
     def _homes(self) -> dict[int, int]:
         return {id(module): k for k, layer in enumerate(self._layers) for module in layer.modules()}
 
-    def _keeper(self) -> Callable[[Tensor], _OnDisk]:
-        """Puts arguments on disk, each once."""
+    @contextmanager
+    def _keeping(self) -> Iterator[Callable[[Tensor], _OnDisk]]:
+        """What puts arguments of one batch on disk, each once: all of them at the end, in one file."""
         # By object and version: a model may write into an argument between two layers. The original is kept, so that no
         # other tensor takes its id.
         stored: dict[tuple[int, int], tuple[Tensor, _OnDisk]] = {}
@@ -278,13 +282,20 @@ class Chain:
         def kept(leaf: Tensor) -> _OnDisk:
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
             if key not in stored:
-                stored[key] = leaf, self._kept(leaf)
+                stored[key] = leaf, _OnDisk(leaf.detach().to("cpu", copy=True), leaf.device)
             return stored[key][1]
 
-        return kept
+        yield kept
+        leaves = [leaf for _, leaf in stored.values()]
+        for number, mapped in self._spill.kept({str(n): leaf.mapped for n, leaf in enumerate(leaves)}).items():
+            leaves[int(number)].mapped = mapped
 
     def _traced(self, batch: Batch, first: int) -> _Trace:
-        trace, last, kept = _Trace(), list[Tensor](), self._keeper()
+        with self._keeping() as kept:
+            return self._traced_with(kept, batch, first)
+
+    def _traced_with(self, kept: Callable[[Tensor], _OnDisk], batch: Batch, first: int) -> _Trace:
+        trace, last = _Trace(), list[Tensor]()
 
         def enter(k: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
             state = kwargs[self._slot] if isinstance(self._slot, str) else args[self._slot]

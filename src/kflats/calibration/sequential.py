@@ -14,12 +14,12 @@ for x; then the block is run up to each group of layers that read one tensor, fo
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from kflats.calibration.collect import Job
 from kflats.calibration.counting import BLOCK
 from kflats.calibration.hooks import entering, frozen
 from kflats.calibration.layers import Chain, longest_list
+from kflats.common.errors import KflatsError
+from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Workers
 from kflats.evaluation.running import Batch, batch_size, device_of, explained, is_encoder_decoder
 from kflats.io.mapped import Spill
@@ -36,8 +38,9 @@ from kflats.model.weights import Weight, embedding_scale, module_of
 from kflats.numerics.gram import add_lower_gram_, mirror_
 from kflats.numerics.large_matrices import factorize_, stripes, zero_matrix
 
-_NOISE = 1e-4
-"""The least damping, as a share of the mean square of inputs: what differs less is not far from errors of float32."""
+_NOISE, _LEAST = 5e-7, 1e-4
+"""The least damping, for each input and at all, as a share of the mean square of inputs: what differs less is not far
+from errors of products in float32, whose eigenvalues grow with the number of inputs."""
 _TOKENS = 12
 """Tokens an input of a layer from which on inputs are compared. Fewer show what is common to them, and to no others."""
 _OTHER = "other tokens"
@@ -86,13 +89,13 @@ class Moments:
 
     def targets(self, matrices: Sequence[Tensor], part: float, damping: float) -> list[Tensor]:
         """M + part (E z z' + level I)^-1 E z (x - z)' M of each M. The level is ``damping`` of the mean diagonal of
-        E z z', and at least a ten thousandth of what that was before it was centred: inputs that differ less are noise
-        of rounding.
+        E z z', and at least a little of what that was before it was centred: inputs that differ less are noise of
+        rounding.
 
         Args:
             matrices: M, each (n, d) float64. part: 1 for the target itself, 0 for M.
         """
-        level = max(float(damping * self.gram.diagonal().mean()), _NOISE * self.size)
+        level = max(float(damping * self.gram.diagonal().mean()), max(_LEAST, _NOISE * len(self.gram)) * self.size)
         factor = zero_matrix(len(self.gram), len(self.gram)).copy_(self.gram)
         factor.diagonal().add_(level)
         if level <= 0 or not factorize_(factor):  # nothing was read
@@ -117,14 +120,19 @@ def sums_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
             sums = {name: zero_matrix(n, n, device=z.device) for name in ("gram", "cross")}
             sums |= {name: torch.zeros(n, dtype=torch.float64, device=z.device) for name in ("mean", "away")}
             sums["tokens"] = torch.tensor(0)
-        # Products of one batch in float32, their sum over batches in float64.
-        add_lower_gram_(sums["gram"], z)
-        for here in stripes(sums["cross"]):
-            sums["cross"][here] += z[:, here].T @ apart
-        sums["mean"] += z.sum(0, dtype=torch.float64)
-        sums["away"] += apart.sum(0, dtype=torch.float64)
-        sums["tokens"] += len(z)
+        _add_(sums, z, apart)
     return {name: one.cpu() for name, one in sums.items()}
+
+
+@usual_settings()
+def _add_(sums: dict[str, Tensor], z: Tensor, apart: Tensor) -> None:
+    # Products of one batch in float32, their sum over batches in float64.
+    add_lower_gram_(sums["gram"], z)
+    for here in stripes(sums["cross"]):
+        sums["cross"][here] += z[:, here].T @ apart
+    sums["mean"] += z.sum(0, dtype=torch.float64)
+    sums["away"] += apart.sum(0, dtype=torch.float64)
+    sums["tokens"] += len(z)
 
 
 Recode = Callable[[Sequence[Weight], Moments | None], Mapping[str, tuple[Tensor, Tensor | None]]]
@@ -172,8 +180,9 @@ class Blocks:
         for batch in batches:
             items.append((sum(batch_size(one) for _, one in items), batch))
         wanted = {weight.name: frozenset({"input_gram"}) for weight in weights}
-        spill = Spill(scratch)
-        with frozen(model, blocks), explained(model, _NO_CHAIN):
+        spill, chain = Spill(scratch), None
+        # Batches of an objective may be no arguments of the model, and a model in float16 may read types of its layers.
+        with frozen(model, blocks), suppress(KflatsError, RuntimeError, TypeError, ValueError, IndexError):
             job = Job(model, weights, batches, wanted, None)
             chain = job.chain(blocks, spill, weights)
         if chain is None:
@@ -208,21 +217,22 @@ class Blocks:
         Args:
             tables: coded embedding tables, which come before all layers. show: is told what is run.
         """
-        with frozen(self.model, self.blocks), explained(self.model, _NO_CHAIN), torch.no_grad():
+        with frozen(self.model, self.blocks), torch.no_grad():
             self._run(tables, recode, show)
 
     def _run(self, tables: Sequence[tuple[Weight, Matrix]], recode: Recode, show: Callable[[str], object]) -> None:
         # The first batch shows every worker what layers read.
         own = sorted({0, *(place for part in self._parts[self.workers.rank :: self.workers.count] for place in part)})
         items = {place: self.items[place] for place in own}
-        self.chain.enter(items.values())
+        with explained(self.model, _NO_CHAIN):
+            self.chain.enter(items.values())
         original = {place: self.chain.first_state(first) for place, (first, _) in items.items()}
         inside = {id(module) for block in self.blocks for module in block.modules()}
         outside = [weight for weight in self.weights if id(self._module(weight)) not in inside]
         with ExitStack() as changed:
             changed.enter_context(_coded_tables(self.model, tables))
             self._put_in_place(changed, outside, None, recode)
-            behind = {place: self._kept(self.chain.entered(batch, first)) for place, (first, batch) in items.items()}
+            behind = self._on_disk(own, lambda place: self._entered(place))
         for k, block in enumerate(self.blocks):
             show(f"running block {k + 1} of {len(self.blocks)}")
             inside = {id(module) for module in block.modules()}
@@ -231,13 +241,7 @@ class Blocks:
             first = [self._module(weights[group[0]]) for group in groups]
             is_last = k + 1 == len(self.blocks)
             # The original, before any layer of the block is changed.
-            runs = {
-                place: self._inputs(k, place, first, state, kept=True, whole=not is_last)
-                for place, state in original.items()
-            }
-            original = {place: after for place, (_, after) in runs.items()}
-            read = {place: inputs for place, (inputs, _) in runs.items()}
-            del runs
+            read, original = self._run_original(k, first, original, whole=not is_last)
             with ExitStack() as changed:
                 grouped = {name for group in groups for name in group}
                 self._put_in_place(changed, [w for w in weights.values() if w.name not in grouped], None, recode)
@@ -246,7 +250,7 @@ class Blocks:
                     moments = self._moments(k, first[at], x, behind)
                     self._put_in_place(changed, [weights[name] for name in group], moments, recode)
                 if not is_last:
-                    behind = {place: self._output(k, place, state) for place, state in behind.items()}
+                    behind = self._on_disk(own, functools.partial(self._output, k, behind))
 
     def _put_in_place(
         self, changed: ExitStack, weights: Sequence[Weight], moments: Moments | None, recode: Recode
@@ -265,7 +269,7 @@ class Blocks:
 
         def pairs(places: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
             for place in places:
-                ((z,), _) = self._inputs(k, place, [layer], behind[place])
+                ((z,), _) = self._inputs(k, behind, place, [layer])
                 if x[place].shape != z.shape:
                     raise _OtherTokens
                 if len(z):
@@ -291,14 +295,31 @@ class Blocks:
         assert module is not None
         return module
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """On disk, mapped."""
-        return self.spill.kept({"tensor": tensor})["tensor"]
+    def _on_disk(self, places: Iterable[int], made: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        """What is ``made`` of each batch."""
+        places = list(places)
+        kept = self.spill.kept_all({"": made(place)} for place in places)
+        return {place: tensors[""] for place, tensors in zip(places, kept, strict=True)}
+
+    def _run_original(
+        self, k: int, layers: Sequence[nn.Module], states: Mapping[int, Tensor], *, whole: bool
+    ) -> tuple[dict[int, list[Tensor]], dict[int, Tensor]]:
+        """What these layers of block k read in each batch, and what the block gives; on disk."""
+
+        def runs() -> Iterator[dict[str, Tensor]]:
+            for place in states:
+                inputs, after = self._inputs(k, states, place, layers, whole=whole)
+                yield {str(at): x for at, x in enumerate([*inputs, after])}
+
+        kept = [list(tensors.values()) for tensors in self.spill.kept_all(runs())]
+        read = {place: tensors[:-1] for place, tensors in zip(states, kept, strict=True)}
+        return read, {place: tensors[-1] for place, tensors in zip(states, kept, strict=True)}
 
     def _groups(self, k: int, state: Tensor, weights: Mapping[str, Weight]) -> list[list[str]]:
         """The layers in the order of their calls; those that read one tensor together. Without those that are called
         several times, or read something else than all tokens of a batch."""
         called: list[tuple[str, Tensor, int]] = []
+        states = {0: state}
 
         def hook(name: str, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             entered = entering(args, kwargs)
@@ -306,14 +327,14 @@ class Blocks:
 
         with ExitStack() as stack:
             for name, weight in weights.items():
-                handle = self._module(weight).register_forward_pre_hook(partial(hook, name), with_kwargs=True)
+                handle = self._module(weight).register_forward_pre_hook(functools.partial(hook, name), with_kwargs=True)
                 stack.callback(handle.remove)
-            self._output(k, 0, state)
+            self._output(k, states, 0)
         calls = Counter(name for name, _, _ in called)
         groups: list[list[str]] = []
         before: tuple[int, ...] | None = None
         for name, entered, version in called:
-            if calls[name] > 1 or name not in self.measured or not _is_of_tokens(entered, self.items[0][1]):
+            if calls[name] > 1 or name not in self.measured or not _is_of_tokens(entered, self.items[0][1], state):
                 continue
             # By the memory and its version: transformers flattens one state for several layers.
             read = entered.data_ptr(), version, entered.numel(), entered.shape[-1], entered.stride(-1)
@@ -324,32 +345,34 @@ class Blocks:
             before = read
         return groups
 
-    def _output(self, k: int, place: int, state: Tensor) -> Tensor:
-        """What block k gives for ``state`` and a batch, on disk. It may write into its input."""
+    def _entered(self, place: int) -> Tensor:
+        """The state that enters the first block, as the model computes it now."""
+        first, batch = self.items[place]
+        with explained(self.model, _NO_CHAIN):
+            return self.chain.entered(batch, first)
+
+    def _output(self, k: int, states: Mapping[int, Tensor], place: int) -> Tensor:
+        """What block k gives for the state of a batch. It may write into its input."""
         first, _ = self.items[place]
-        return self._kept(self.chain.output(k, first, state.to(device_of(self.model), copy=True)))
+        with explained(self.model, _NO_CHAIN):
+            return self.chain.output(k, first, states[place].to(device_of(self.model), copy=True))
 
     def _inputs(
-        self,
-        k: int,
-        place: int,
-        layers: Sequence[nn.Module],
-        state: Tensor,
-        *,
-        kept: bool = False,
-        whole: bool = False,
+        self, k: int, states: Mapping[int, Tensor], place: int, layers: Sequence[nn.Module], *, whole: bool = False
     ) -> tuple[list[Tensor], Tensor]:
-        """(tokens, n) what each of these layers of block k reads in a batch, and what the block gives for ``state``.
+        """(tokens, n) what each of these layers of block k reads in a batch, and what the block gives. Layers that do
+        not read one row of each token have no rows here.
 
         Args:
-            kept: inputs lie on disk. whole: the block is run to its end; otherwise up to the last of the layers.
+            whole: the block is run to its end; otherwise up to the last of the layers, and gives its state.
         """
-        batch = self.items[place][1]
+        batch, state = self.items[place][1], states[place]
         seen: dict[int, Tensor] = {}
 
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            read = _tokens(entering(args, kwargs), batch)
-            seen[id(module)] = self._kept(read) if kept else read
+            entered = entering(args, kwargs)
+            is_wanted = _is_of_tokens(entered, batch, state)
+            seen[id(module)] = _tokens(entered, batch) if is_wanted else entered.new_empty(0, entered.shape[-1])
             if len(seen) == len(layers) and not whole:
                 raise _Reached
 
@@ -358,7 +381,7 @@ class Blocks:
             for layer in layers:
                 stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             with suppress(_Reached):
-                after = self._output(k, place, state)
+                after = self._output(k, states, place)
         return [seen.get(id(layer), state.new_empty(0, 0)) for layer in layers], after
 
 
@@ -382,10 +405,12 @@ def _tokens_in(batches: Sequence[Batch]) -> int | None:
     return total
 
 
-def _is_of_tokens(x: Tensor, batch: Batch) -> bool:
-    """Whether a layer reads a row of each token of a batch of texts; of other batches this is not known."""
+def _is_of_tokens(x: Tensor, batch: Batch, state: Tensor) -> bool:
+    """Whether a layer reads a row of each token: of a batch of texts, or else of the ``state`` that enters its
+    block."""
     ids = batch.get("input_ids")
-    return not isinstance(ids, Tensor) or x.shape[:-1] in (ids.shape, (ids.numel(),))
+    rows = ids.shape if isinstance(ids, Tensor) else state.shape[:-1]
+    return x.shape[:-1] in (rows, (rows.numel(),))
 
 
 def _tokens(x: Tensor, batch: Batch) -> Tensor:
@@ -413,7 +438,9 @@ def _coded_tables(model: nn.Module, tables: Sequence[tuple[Weight, Matrix]]) -> 
             for place in weight.places:
                 module = module_of(model, place) if place.role == "embedding" else None
                 if module is not None:
-                    stack.callback(module.register_forward_hook(partial(hook, matrix), with_kwargs=True).remove)
+                    stack.callback(
+                        module.register_forward_hook(functools.partial(hook, matrix), with_kwargs=True).remove
+                    )
         yield
 
 

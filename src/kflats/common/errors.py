@@ -15,6 +15,7 @@ _OPTIONS = {
     "TwoSided()": "--importance two-sided",
     "RowFisher()": "--importance row-fisher",
     "Projections()": "--objective logits",
+    "sequential=False": "--no-sequential",
     "SampledLabels()": "--objective sampled",
     "SVD()": "--method svd",
     "KeepDense()": "--method keep-dense",

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kflats.common.dtypes import dtype_name, dtype_of
-from kflats.common.errors import KflatsError, first_line
+from kflats.common.errors import DoesNotFitError, KflatsError, first_line
 from kflats.common.formatting import announce
 from kflats.common.machine import cpu_model, cpu_units, started_workers
 
@@ -36,6 +36,7 @@ _BEAT = 1.0
 _SILENT = 3.5  # seconds without a sign of life of a worker with which sending failed
 _SLOW = 15.0  # seconds for which nothing is said of who is waited for
 _POLL = 0.02
+_REFUSED = "!refused: "  # how a task's text begins that raised DoesNotFitError
 _LIBRARIES = ("kflats", "torch", "numpy", "safetensors", "transformers", "tokenizers", "constriction")
 
 Result = TypeVar("Result")
@@ -134,6 +135,7 @@ class Workers:
 
         Raises:
             LostWorkerError: a worker is lost, or failed.
+            DoesNotFitError: a task raised it: of several, the first task's, at all workers.
         """
         order = order or range(len(tasks))
         if self.store is None:
@@ -144,12 +146,22 @@ class Workers:
         while (place := self.store.add(f"{stage}/next", 1) - 1) < len(tasks):
             index = order[place]
             self.store.set(f"{stage}/{index}/by", str(self.rank))
-            own[index] = work(index)
-            self.store.set(f"{stage}/{index}", packed.pack(own[index]))
+            try:
+                own[index] = work(index)
+                text = packed.pack(own[index])
+            except DoesNotFitError as error:  # a caller may try another size, and then all of them must
+                text = _REFUSED + json.dumps([error.symptom, error.cause, error.hint])
+            self.store.set(f"{stage}/{index}", text)
         results = []
         for index, task in enumerate(tasks):
-            text = None if index in own else self._text(f"{stage}/{index}", task, f"{stage}/{index}/by")
-            results.append(own[index] if text is None else packed.unpack(index, text))
+            if index in own:
+                results.append(own[index])
+                continue
+            text = self._text(f"{stage}/{index}", task, f"{stage}/{index}/by")
+            if text.startswith(_REFUSED):
+                symptom, cause, hint = json.loads(text.removeprefix(_REFUSED))
+                raise DoesNotFitError(symptom, cause=cause, hint=hint)
+            results.append(packed.unpack(index, text))
         return results
 
     def in_turn(

@@ -108,7 +108,7 @@ def factorize(
     must see.
     """
     with progress_bar(quiet=quiet) as update:
-        fits = Fits(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
+        fits = Fits.of(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
         done, open_ones = fits.begun()
         fits.finish_(done, open_ones)
     return [done[decision.weight.name] for decision in plan.decisions]
@@ -137,7 +137,23 @@ class Fits:
     partial: Partial | None
     update: Update
     workers: Workers
-    file_limit: int | None = None
+    file: _File | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        data: CalibrationData,
+        seed: int,
+        partial: Partial | None,
+        update: Update,
+        workers: Workers,
+        file_limit: int | None,
+    ) -> Fits:
+        """``file_limit``: as ``factorize``."""
+        file = None if file_limit is None else _File.of(model, file_limit)
+        return cls(model, plan, data, seed, partial, update, workers, file)
 
     def begun(self) -> tuple[dict[str, CompressedWeight], list[Decision]]:
         """Weights that stay dense, by name, and the decisions that are to be carried out."""
@@ -148,10 +164,14 @@ class Fits:
     def finish_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
         """Carry out all that is left, and add it to ``done``. The largest weight whose codes can have any size comes
         last."""
-        adjusted = largest_of_any_size(decisions) if self.plan.allocation == "loss" else None
+        adjusted = self.adjusted(decisions)
         self.add_to_(done, [one for one in decisions if one is not adjusted])
         if adjusted is not None:
             self.add_to_(done, self.with_room(done, [adjusted], [adjusted]))
+
+    def adjusted(self, decisions: Sequence[Decision]) -> Decision | None:
+        """The weight that takes what the others leave of the budget."""
+        return largest_of_any_size(decisions) if self.plan.allocation == "loss" else None
 
     def with_room(
         self, done: Mapping[str, CompressedWeight], waiting: Sequence[Decision], given: Sequence[Decision]
@@ -165,7 +185,7 @@ class Fits:
         made = [done[one.weight.name] for one in self.plan.decisions if one.weight.name in done]
         first = {one.weight.name: one.budget_bytes for one in self.plan.decisions}
         spare = sum(first[one.decision.weight.name] - one.report.bytes_after for one in made if one.matrix is not None)
-        room = None if self.file_limit is None else _room_in_file(self.model, done, waiting, self.file_limit)
+        room = None if self.file is None else self.file.room(done, waiting)
         room = planned + spare if room is None else room - sum(one.budget_bytes for one in waiting if one not in able)
         return [
             replace(one, budget_bytes=min(max(room, 0) * one.budget_bytes // planned, one.weight.nbytes))
@@ -322,41 +342,53 @@ def kept_streams(done: Sequence[CompressedWeight]) -> KeptStreams:
     return streams
 
 
-def _room_in_file(
-    model: nn.Module, done: Mapping[str, CompressedWeight], last: Sequence[Decision], limit: int
-) -> int | None:
-    """Bytes for the codes of the ``last`` weights in one safetensors file of at most ``limit`` bytes, with all else in
-    it.
+@dataclass(frozen=True)
+class _File:
+    """The one safetensors file that a model will be: its bytes at most, and the model's tensors before any swap: the
+    identity of each, its name, type, shape and bytes, by the length of names."""
 
-    Args:
-        model: before any swap.
-        done: every other named weight, fitted or left dense, by name.
+    limit: int
+    tensors: tuple[tuple[int, str, str, torch.Size, int], ...]
 
-    Returns:
-        None if nothing is left, and for a model with factored layers, whose entries in a file are not known.
-    """
-    fitted = [one for one in done.values() if one.matrix is not None]
-    swapped = [*(one.weight for one in last), *(one.decision.weight for one in fitted)]
-    gone = {_table_name(place) for weight in swapped for place in weight.places}
-    # Of several names of one tensor a file holds one: the longest needs most.
-    names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
-    kept = dict({id(tensor): (name, tensor) for name, tensor in names if name not in gone}.values())
-    beside = sum(t.numel() * t.element_size() for t in kept.values()) + sum(one.report.bytes_after for one in fitted)
-    if beside >= limit or any(True for _ in (*factored_layers(model), *held_matrices(model))):
-        return None
-    for one in fitted:
-        coded = isinstance(one.matrix, CodedMatrix)
-        parts = one.matrix.tensors() if one.matrix is not None else {}
-        kept |= {
-            f"{one.decision.weight.name}.{key}": tensor
-            for key, tensor in parts.items()
-            if not coded or key == "codes" or tensor.is_floating_point()
-        }
-    entries = {name: (str(tensor.dtype), tensor.shape) for name, tensor in kept.items()}
-    entries |= {f"{one.weight.name}.{key}": ("BF16", (limit,)) for one in last for key in _CODES}
-    gained = [*(one.weight for one in last), *(one.decision.weight for one in fitted if one.bias_shift is not None)]
-    entries |= {f"{one.name}.bias": ("BF16", (one.shape[1],)) for one in gained if not one.bias}
-    return max(0, limit - beside - header_bytes(entries, limit)) or None
+    @classmethod
+    def of(cls, model: nn.Module, limit: int) -> _File | None:
+        """None for a model with factored layers, whose entries in a file are not known."""
+        if any(True for _ in (*factored_layers(model), *held_matrices(model))):
+            return None
+        named = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
+        return cls(
+            limit,
+            tuple((id(one), name, str(one.dtype), one.shape, one.numel() * one.element_size()) for name, one in named),
+        )
+
+    def room(self, done: Mapping[str, CompressedWeight], last: Sequence[Decision]) -> int | None:
+        """Bytes for the codes of the ``last`` weights, with all else in the file; None if nothing is left.
+
+        Args:
+            done: every other named weight, fitted or left dense, by name.
+        """
+        fitted = [one for one in done.values() if one.matrix is not None]
+        swapped = [*(one.weight for one in last), *(one.decision.weight for one in fitted)]
+        gone = {_table_name(place) for weight in swapped for place in weight.places}
+        # Of several names of one tensor a file holds one: the longest needs most.
+        kept = {key: (name, dtype, shape, n) for key, name, dtype, shape, n in self.tensors if name not in gone}
+        beside = sum(nbytes for *_, nbytes in kept.values()) + sum(one.report.bytes_after for one in fitted)
+        if beside >= self.limit:
+            return None
+        entries: dict[str, tuple[str, Sequence[int]]]
+        entries = {name: (dtype, shape) for name, dtype, shape, _ in kept.values()}
+        for one in fitted:
+            coded = isinstance(one.matrix, CodedMatrix)
+            parts = one.matrix.tensors() if one.matrix is not None else {}
+            entries |= {
+                f"{one.decision.weight.name}.{key}": (str(tensor.dtype), tensor.shape)
+                for key, tensor in parts.items()
+                if not coded or key == "codes" or tensor.is_floating_point()
+            }
+        entries |= {f"{one.weight.name}.{key}": ("BF16", (self.limit,)) for one in last for key in _CODES}
+        gained = [*(one.weight for one in last), *(one.decision.weight for one in fitted if one.bias_shift is not None)]
+        entries |= {f"{one.name}.bias": ("BF16", (one.shape[1],)) for one in gained if not one.bias}
+        return max(0, self.limit - beside - header_bytes(entries, self.limit)) or None
 
 
 def _table_name(place: WeightUse) -> str:

@@ -63,15 +63,22 @@ def fitted(
     """
     plan, data = decided.plan, decided.data
     with progress_bar(quiet=quiet) as update:
-        fits = Fits(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
+        fits = Fits.of(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
         done, decisions = fits.begun()
         layers = {one.weight.name: one for one in decisions if _has_target(one)}
         blocks = _blocks(fits, decisions, layers) if sequential and layers else None
         if blocks is not None:
+            # Bytes pass on in another order: what was kept of one way is nothing for the other.
+            fits = replace(fits, partial=partial and partial.beside("sequential"))
             fits.add_to_(done, [one for one in decisions if one.weight.name not in layers])
-            kept = None if partial is None else partial.beside("sequential")
-            _Layers(replace(fits, partial=kept), blocks, layers).add_to_(done)
+            _Layers(fits, blocks, layers).add_to_(done)
+            last = fits.adjusted(decisions)
             decisions = []
+            if last is not None and not any(one.recipe.codec.any_size for one in layers.values()):
+                # Another weight takes what integers of one width leave.
+                fits = replace(fits, partial=partial and partial.beside("sequential, last"))
+                decisions = [last]
+                del done[last.weight.name]
         fits.finish_(done, decisions)
     return [done[decision.weight.name] for decision in plan.decisions]
 
@@ -129,7 +136,7 @@ class _Layers:
 
 def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str]) -> Blocks | None:
     """The blocks of the model with what they are run on; None where there are none."""
-    measured = bool(needed((one.weight, one.recipe) for one in decisions))
+    measured = fits.data.statistics is not None and bool(needed((one.weight, one.recipe) for one in decisions))
     batches = _windows(fits.model, fits.data, measured)
     scratch = None if fits.partial is None else fits.partial.folder
     layers = [one.weight for one in decisions if _is_layer(one)]

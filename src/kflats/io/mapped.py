@@ -15,10 +15,11 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from kflats.io.atomic import explained
 
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
 _AT_ONCE = 2**22  # numbers that are looked at together
+_READ_BACK = 2**24  # bytes that are read back at once
 _ALIGNED = 64  # bytes at whose multiples tensors begin
 _TYPES = {
     "F64": torch.float64,
@@ -278,33 +280,65 @@ class Spill:
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
 
     def kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors, mapped. They are compared with the given ones before those may go.
+        """The same tensors, mapped. What was written is compared with them before they may go.
 
         Raises:
             KflatsError: a full disk, or a disk that does not return what was written.
         """
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        places: dict[str, int] = {}
-        with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                for name, tensor in stored.items():
-                    file.write(bytes(-file.tell() % _ALIGNED))
-                    places[name] = file.tell()
-                    file.write(_bytes_of(tensor).numpy().data)
+        (mapped,) = self.kept_all([tensors])
+        return mapped
+
+    def kept_all(self, given: Iterable[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The same of all that ``given`` yields, each of which is written before the next one is made. All of them lie
+        in one file: a mapped file counts as open, and a process may open few.
+
+        Raises:
+            KflatsError: as ``kept``.
+        """
+        written: list[dict[str, _Place]] = []
+        with ExitStack() as stack:
+            with explained(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile(dir=self.folder)))
+            for tensors in given:
+                with explained(self.folder):
+                    written.append({name: self._written(file, tensor) for name, tensor in tensors.items()})
+            with explained(self.folder):
                 file.flush()
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else None
-        mapped = {
-            name: _read_only(data, places[name], tensor.dtype, tensor.shape)
-            if data is not None and tensor.numel()
-            else torch.empty_like(tensor)
-            for name, tensor in stored.items()
-        }
-        if not all(torch.equal(_bytes_of(mapped[name]), _bytes_of(tensor)) for name, tensor in stored.items()):
-            raise KflatsError(
-                f"a file in {self.folder} does not hold what was written", cause="a failing disk", hint="another disk"
-            )
-        return mapped
+        return [{name: place.of(data) for name, place in places.items()} for places in written]
+
+    def _written(self, file: BinaryIO, tensor: Tensor) -> _Place:
+        stored = tensor.detach().cpu().contiguous()
+        file.write(bytes(-file.tell() % _ALIGNED))
+        place = _Place(file.tell(), stored.dtype, stored.shape)
+        flat = _bytes_of(stored)
+        file.write(flat.numpy().data)
+        file.seek(place.offset)
+        for part in flat.split(_READ_BACK):
+            if file.read(len(part)) != part.numpy().data:
+                raise KflatsError(
+                    f"a file in {self.folder} does not hold what was written",
+                    cause="a failing disk",
+                    hint="another disk",
+                )
+        file.seek(0, os.SEEK_END)
+        return place
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in a file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def of(self, data: mmap.mmap | None) -> Tensor:
+        """The tensor, of the whole file."""
+        if data is None or not prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        return _read_only(data, self.offset, self.dtype, self.shape)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
