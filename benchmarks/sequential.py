@@ -91,7 +91,7 @@ def main() -> None:
                 line["took"] = f"{seconds:.0f} s"
                 lines.append(line)
                 print(line, flush=True)
-    publish("Layers coded again behind coded layers", table(lines), options)
+    publish("Layers coded behind coded layers", table(lines), options)
 
 
 def ways(options: Any) -> list[Way]:

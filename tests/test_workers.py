@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kflats.cli import workers as launcher
 from kflats.common import workers as workers_module
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Store, Workers
 from kflats.compress.fitting import copies_fingerprint, model_fingerprint
 from kflats.io.atomic import new_folder
@@ -77,6 +77,24 @@ def test_results_do_not_depend_on_workers_nor_on_when_they_come(seed: int) -> No
     done.clear()
     assert together(count, seed, one) == [alone] * count
     assert done == Counter(range(len(TASKS))) + Counter(range(2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_that_are_too_few_for_one_are_so_for_all(seed: int) -> None:
+    """All go on from the same place, as with another size."""
+
+    def task(index: int) -> int:
+        if index in (2, 4):
+            raise DoesNotFitError(f"task {index}", cause="few bytes", hint="more")
+        return index
+
+    def one(workers: Workers) -> tuple[str, list[int]]:
+        packed = Packed[int](str, lambda _, text: int(text))
+        with pytest.raises(DoesNotFitError) as refused:
+            workers.divided(["one of five"] * 5, task, packed)
+        return str(refused.value), workers.divided(["one of two"] * 2, task, packed)
+
+    assert together(3, seed, one) == [("task 2. Likely cause: few bytes. Try: more.", [0, 1])] * 3
 
 
 def test_a_worker_without_a_sign_of_life_is_named() -> None:
