@@ -36,7 +36,7 @@ from kflats.io.mapped import Spill
 from kflats.matrices.registry import Matrix
 from kflats.model.weights import Weight, embedding_scale, module_of
 from kflats.numerics.gram import add_lower_gram_, mirror_
-from kflats.numerics.large_matrices import factorize_, stripes, zero_matrix
+from kflats.numerics.large_matrices import all_finite, factorize_, stripes, zero_matrix
 
 _NOISE, _LEAST = 5e-7, 1e-4
 """The least damping, for each input and at all, as a share of the mean square of inputs: what differs less is not far
@@ -232,7 +232,7 @@ class Blocks:
         with ExitStack() as changed:
             changed.enter_context(_coded_tables(self.model, tables))
             self._put_in_place(changed, outside, None, recode)
-            behind = self._on_disk(own, lambda place: self._entered(place))
+            behind = self._on_disk(own, self._entered)
         for k, block in enumerate(self.blocks):
             show(f"running block {k + 1} of {len(self.blocks)}")
             inside = {id(module) for module in block.modules()}
@@ -288,7 +288,7 @@ class Blocks:
         if not (comparable and total) or int(total["tokens"]) < _TOKENS * len(total["mean"]):
             return None
         moments = Moments.of_sums(total)
-        return moments if bool(moments.gram.isfinite().all() and moments.cross.isfinite().all()) else None
+        return moments if all_finite(moments.gram) and all_finite(moments.cross) else None
 
     def _module(self, weight: Weight) -> nn.Module:
         module = module_of(self.model, weight.places[0])
