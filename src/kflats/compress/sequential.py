@@ -3,13 +3,14 @@
 Tables, and all that is no linear layer in codes, are fitted first, from the measurements of the original model. Then
 linear layers are coded in the order in which the model calls them. The target of a layer is a part of the way from its
 own matrix M to the one whose outputs are nearest to the original's when its inputs come from tables and layers that are
-coded already (``calibration.sequential``). Bytes that a weight leaves of its budget go to the layers after it.
+coded already (``calibration.sequential``). Bytes that a weight leaves of its budget go to the layers after it, or to
+the largest table in the end (``_waits``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,11 +72,11 @@ def fitted(
             # Bytes pass on in another order: what was kept of one way is nothing for the other.
             fits = replace(fits, partial=partial and partial.beside("sequential"))
             fits.add_to_(done, [one for one in decisions if one.weight.name not in layers])
-            _Layers(fits, blocks, layers).add_to_(done)
             last = fits.adjusted(decisions)
+            takes_rest = last is not None and last.weight.name not in layers and _waits(last, layers.values())
+            _Layers(fits, blocks, layers, shares=not takes_rest).add_to_(done)
             decisions = []
-            if last is not None and not any(one.recipe.codec.any_size for one in layers.values()):
-                # Another weight takes what integers of one width leave.
+            if last is not None and takes_rest:
                 fits = replace(fits, partial=partial and partial.beside("sequential, last"))
                 decisions = [last]
                 del done[last.weight.name]
@@ -85,11 +86,13 @@ def fitted(
 
 @dataclass(frozen=True)
 class _Layers:
-    """Linear layers by name that are coded one after another."""
+    """Linear layers by name that are coded one after another. ``shares``: each has its share of what the weights before
+    it left of the budget."""
 
     fits: Fits
     blocks: Blocks
     decisions: Mapping[str, Decision]
+    shares: bool
 
     def add_to_(self, done: dict[str, CompressedWeight]) -> None:
         """Code all of them, behind what is ``done``, and add them to it."""
@@ -104,7 +107,7 @@ class _Layers:
             names = {weight.name for weight in weights}
             given = [one for one in waiting if one.weight.name in names]
             targets = {} if moments is None else self._targets(given, moments)
-            self.fits.add_to_(done, self.fits.with_room(done, waiting, given), targets)
+            self.fits.add_to_(done, self.fits.with_room(done, waiting, given) if self.shares else given, targets)
             return {weight.name: (done[weight.name].dense(), done[weight.name].bias_shift) for weight in weights}
 
         def show(text: str) -> None:
@@ -132,6 +135,13 @@ class _Layers:
             name: Target(target.float(), functools.partial(shift, matrices[name]) if name in centred else None, _NOTE)
             for name, target in wanted.items()
         }
+
+
+def _waits(last: Decision, layers: Iterable[Decision]) -> bool:
+    """Whether the largest weight, which is no layer of a block, is fitted once more, with what the layers leave: where
+    they have one width, and a table that is the output head too. Its error there may be most of all
+    (``benchmarks/sequential_decoder.py``)."""
+    return len(last.weight.places) > 1 or not any(one.recipe.codec.any_size for one in layers)
 
 
 def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str]) -> Blocks | None:
