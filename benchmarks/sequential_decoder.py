@@ -3,7 +3,7 @@
 All 36 weights of stories260K, a Llama of 260,032 parameters (KFLATS_WEIGHTS), by the defaults, with and without it.
 Calibrated on 128 texts of 192 tokens that the original draws, from each of two seeds; judged on 128 others: the KL
 divergence in nats of next-token distributions, and how often both have the same likeliest token. "kept": of the bytes
-of float32. Nothing was chosen here.
+of float32. That a table which is the head too takes what the layers leave was chosen here; nothing else was.
 
     python benchmarks/sequential_decoder.py --write benchmarks/results/sequential_decoder.md
 """
