@@ -98,7 +98,7 @@ class Moments:
         level = max(float(damping * self.gram.diagonal().mean()), max(_LEAST, _NOISE * len(self.gram)) * self.size)
         factor = zero_matrix(len(self.gram), len(self.gram)).copy_(self.gram)
         factor.diagonal().add_(level)
-        if level <= 0 or not factorize_(factor):  # nothing was read
+        if level <= 0 or not factorize_(factor):  # nothing was read, or rounding is more than all damping
             return list(matrices)
         return [matrix + part * _solved(factor, self.cross @ matrix) for matrix in matrices]
 
