@@ -17,9 +17,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedRandom
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from kflats.io.atomic import explained
 
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
 _AT_ONCE = 2**22  # numbers that are looked at together
-_READ_BACK = 2**24  # bytes that are read back at once
+_READ_BACK = 2**22  # bytes that are read back at once
 _ALIGNED = 64  # bytes at whose multiples tensors begin
 _TYPES = {
     "F64": torch.float64,
@@ -299,7 +300,7 @@ class Spill:
         with ExitStack() as stack:
             with explained(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile(dir=self.folder)))
+                file = stack.enter_context(tempfile.TemporaryFile(dir=self.folder))
             for tensors in given:
                 with explained(self.folder):
                     written.append({name: self._written(file, tensor) for name, tensor in tensors.items()})
@@ -308,15 +309,17 @@ class Spill:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else None
         return [{name: place.of(data) for name, place in places.items()} for places in written]
 
-    def _written(self, file: BinaryIO, tensor: Tensor) -> _Place:
+    def _written(self, file: BufferedRandom, tensor: Tensor) -> _Place:
         stored = tensor.detach().cpu().contiguous()
         file.write(bytes(-file.tell() % _ALIGNED))
         place = _Place(file.tell(), stored.dtype, stored.shape)
         flat = _bytes_of(stored)
         file.write(flat.numpy().data)
         file.seek(place.offset)
+        room = np.empty(min(_READ_BACK, len(flat)), dtype=np.uint8)
         for part in flat.split(_READ_BACK):
-            if file.read(len(part)) != part.numpy().data:
+            read = room[: len(part)]
+            if file.readinto(read.data) != len(part) or not np.array_equal(read, part.numpy()):
                 raise KflatsError(
                     f"a file in {self.folder} does not hold what was written",
                     cause="a failing disk",

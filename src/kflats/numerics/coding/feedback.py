@@ -19,10 +19,12 @@ are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,6 +43,10 @@ from kflats.numerics.large_matrices import (
     turn_,
     zero_matrix,
 )
+
+Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Indices: TypeAlias = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", Floats, Indices, npt.NDArray[np.float32])
 
 _ALL = slice(None)
 _JITTER = 1e-7
@@ -207,7 +213,8 @@ class Rounding:
         lists, levels = _Lists.of(self, targets.dtype), room_like(targets, torch.int16)
         for here in stripes(targets):
             given = targets[here]
-            levels[here] = lists.magnitudes(given, *lists.of_contexts(self.contexts[here])) * given.sign()
+            magnitudes = lists.magnitudes(given.numpy(), *lists.of_contexts(self.contexts[here]))
+            levels[here] = torch.from_numpy(magnitudes) * given.sign()
         return levels
 
     def values(self, levels: Tensor, rows: slice = _ALL) -> Tensor:
@@ -364,34 +371,38 @@ def _in_steps(couplings: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True)
 class _Lists:
     """``up`` and ``live`` of a ``Rounding``, one distribution after the other; ``last`` index of each one's list;
-    ``shrink`` of each."""
+    ``shrink`` of each. In NumPy, whose calls for a few numbers take less time."""
 
-    up: Tensor
-    live: Tensor
-    shrink: Tensor
+    up: Floats
+    live: Floats
+    shrink: Floats
     last: int
 
     @classmethod
     def of(cls, how: Rounding, dtype: torch.dtype) -> _Lists:
         up, live, shrink = (of.to(dtype).reshape(-1) for of in (how.up, how.live, how.shrink))
-        return cls(up, live, shrink, how.up.shape[1] - 1)
+        return cls(up.numpy(), live.numpy(), shrink.numpy(), how.up.shape[1] - 1)
 
-    def of_contexts(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+    def of_contexts(self, contexts: Tensor) -> tuple[Floats, Indices]:
         """``shrink`` and ``places`` of entries that follow these distributions."""
-        wide = contexts.to(torch.int64)
+        wide = contexts.numpy().astype(np.int64)
         return self.shrink[wide], wide * (self.last + 1)
 
-    def magnitudes(self, targets: Tensor, shrink: Tensor, places: Tensor) -> Tensor:
-        """Of the symbols of ``targets``, int64; ``places``: where the lists of an entry's distribution begin."""
-        size = targets.abs()
+    def magnitudes(self, targets: Floats, shrink: Floats, places: Indices) -> Floats:
+        """Of the symbols of ``targets``; ``places``: where the lists of an entry's distribution begin."""
+        size = np.abs(targets)
         shifted = size + shrink
-        q = shifted.to(torch.int64).clamp_(max=FARTHEST - 1)
-        q += shifted.sub_(q) > self.up.take(q.clamp(max=self.last).add_(places))
-        return q.mul_(size > self.live.take(q.clamp(max=self.last).add_(places)))
+        q = np.minimum(np.floor(shifted), FARTHEST - 1)
+        shifted -= q
+        q += shifted > self.up.take(np.minimum(q, self.last).astype(np.int64) + places)
+        q *= size > self.live.take(np.minimum(q, self.last).astype(np.int64) + places)
+        return q
 
-    def values(self, targets: Tensor, shrink: Tensor, places: Tensor) -> Tensor:
+    def values(self, targets: Floats, shrink: Floats, places: Indices) -> Floats:
         """Of the symbols of ``targets``, in steps."""
-        return (self.magnitudes(targets, shrink, places) - shrink).clamp_(0).copysign_(targets)
+        magnitudes = self.magnitudes(targets, shrink, places)
+        magnitudes -= shrink
+        return np.copysign(np.maximum(magnitudes, 0, out=magnitudes), targets, out=magnitudes)
 
 
 def _by_columns(one: ToRound, how: Rounding) -> Rounded:
@@ -410,11 +421,16 @@ def _by_columns(one: ToRound, how: Rounding) -> Rounded:
             mine += errors[:, :start] @ across[block, :start].T
             for i in range(mine.shape[1]):
                 at = start + i
-                errors[:, at] = wanted[:, at] - lists.values(mine[:, i], shrink[:, i], places[:, i])
+                made = torch.from_numpy(lists.values(mine[:, i].numpy(), shrink[:, i], places[:, i]))
+                torch.sub(wanted[:, at], made, out=errors[:, at])
                 mine[:, i + 1 :].addr_(errors[:, at], inside[i + 1 :, i])
-            levels[rows, order[block]] = symbols_of(wanted[:, block] - errors[:, block], shrink)
+            levels[rows, order[block]] = symbols_of(wanted[:, block] - errors[:, block], torch.from_numpy(shrink))
         targets[rows, order] = seen
     return Rounded(levels, targets)
+
+
+_Values: TypeAlias = Callable[[Floats, int], Floats]
+"""The values (K, m) for the targets (K, m) of anti-diagonal ``s`` of each of K blocks, rows ascending."""
 
 
 class _Symbols(Protocol):
@@ -429,24 +445,17 @@ class _Symbols(Protocol):
         """Of several matrices, the blocks of this one first."""
         ...
 
-    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Symbols:
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Values:
         """Of the K blocks ``at`` these places, of which only so many rows and columns are in the matrix."""
-        ...
-
-    def values(self, targets: Tensor, s: int) -> Tensor:
-        """(K, m) the values for the targets (K, m) of anti-diagonal ``s`` of each block, rows ascending."""
         ...
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """Each entry is rounded by itself; ``contexts`` in blocks, and of some of them ``shrink`` and ``places``, as
-    ``_Lists`` takes them."""
+    """Each entry is rounded by itself; ``contexts`` in blocks."""
 
     lists: _Lists
     contexts: Tensor
-    shrink: Tensor = _NOTHING
-    places: Tensor = _NOTHING
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -455,28 +464,25 @@ class _Entries:
     def joined(self, others: Sequence[_Entries]) -> _Entries:
         every = (self, *others)
         lists = [one.lists for one in every]
-        up, live, shrink = (
-            torch.cat(of) for of in ([of.up for of in lists], [of.live for of in lists], [of.shrink for of in lists])
+        joined = _Lists(
+            np.concatenate([one.up for one in lists]),
+            np.concatenate([one.live for one in lists]),
+            np.concatenate([one.shrink for one in lists]),
+            self.lists.last,
         )
-        joined = _Lists(up, live, shrink, self.lists.last)
         return _Entries(joined, _joined_contexts([(one.contexts, len(one.lists.shrink)) for one in every]))
 
-    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Entries:
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Values:
         shrink, places = self.lists.of_contexts(self.contexts[:, at[0], at[1]].flatten(0, 1))
-        return replace(self, shrink=shrink, places=places)
-
-    def values(self, targets: Tensor, s: int) -> Tensor:
-        return self.lists.values(targets, _anti_diagonal(self.shrink, s), _anti_diagonal(self.places, s))
+        return lambda targets, s: self.lists.values(targets, _anti_diagonal(shrink, s), _anti_diagonal(places, s))
 
 
 @dataclass(frozen=True)
 class _Paths:
-    """The entries of an anti-diagonal are rounded together; ``contexts`` in blocks, ``shapes``: the numbers of blocks
-    that have so many rows and columns in the matrix."""
+    """The entries of an anti-diagonal are rounded together; ``contexts`` in blocks."""
 
     how: PathRounding
     contexts: Tensor
-    shapes: tuple[tuple[tuple[int, int], list[int]], ...] = ()
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -491,23 +497,26 @@ class _Paths:
         )
         return _Paths(how, _joined_contexts([(one.contexts, len(one.how.shrink)) for one in every]))
 
-    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Paths:
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Values:
         alike: dict[tuple[int, int], list[int]] = {}
         for block, shape in enumerate(list(zip(heights, widths, strict=True)) * len(self.contexts)):
             alike.setdefault(shape, []).append(block)
-        contexts = self.contexts[:, at[0], at[1]].flatten(0, 1).to(torch.int64)
-        return replace(self, contexts=contexts, shapes=tuple(alike.items()))
+        # Views where all blocks have one shape.
+        shapes = [(shape, blocks if len(alike) > 1 else _ALL) for shape, blocks in alike.items()]
+        wide = self.contexts[:, at[0], at[1]].flatten(0, 1).numpy().astype(np.int64)
 
-    def values(self, targets: Tensor, s: int) -> Tensor:
-        contexts, made = _anti_diagonal(self.contexts, s), torch.zeros_like(targets)
-        first = max(0, s - self.contexts.shape[-1] + 1)
-        for (height, width), blocks in self.shapes:
-            # What lies beyond the matrix is on no path.
-            path = slice(max(0, s - width + 1) - first, max(0, min(height, s + 1) - first))
-            if path.start < path.stop:
-                along = self.how.along(targets[blocks, path].float().numpy(), contexts[blocks, path].numpy())
-                made[blocks, path] = torch.from_numpy(along).to(made.dtype)
-        return made
+        def values(targets: Floats, s: int) -> Floats:
+            contexts, made = _anti_diagonal(wide, s), np.zeros_like(targets)
+            first = max(0, s - wide.shape[-1] + 1)
+            for (height, width), blocks in shapes:
+                # What lies beyond the matrix is on no path.
+                path = slice(max(0, s - width + 1) - first, max(0, min(height, s + 1) - first))
+                if path.start < path.stop:
+                    own = targets[blocks, path].astype(np.float32, copy=False)
+                    made[blocks, path] = self.how.along(own, contexts[blocks, path])
+            return made
+
+        return values
 
 
 def _joined_contexts(given: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -581,37 +590,47 @@ def _tiles(of: Tensor, size: int) -> Tensor:
     return made
 
 
-def _anti_diagonal(of: Tensor, s: int) -> Tensor:
+def _anti_diagonal(of: Numbers, s: int) -> Numbers:
     """(K, m) a view of the entries of anti-diagonal ``s`` of K blocks (K, B, B), rows ascending."""
     count, size, _ = of.shape
     a, b = max(0, s - size + 1), min(size, s + 1)
-    return of.as_strided((count, b - a), (size * size, size - 1), a * size + s - a)
+    step = max(1, size - 1)
+    return of.reshape(count, -1)[:, a * size + s - a :: step][:, : b - a]
 
 
 def _within(
-    own: Tensor, mine: Tensor, coupled: Tensor, across: Tensor | None, down: Tensor | None, symbols: _Symbols
+    own: Tensor, mine: Tensor, coupled: Tensor, across: Tensor | None, down: Tensor | None, values_of: _Values
 ) -> Tensor:
     """The values (K, B, B) of K blocks whose targets are ``mine`` + ``coupled``. What the errors of a block add to its
     own targets is added to both."""
     count, size, _ = own.shape
     values = torch.empty_like(own)
-    # Rows of an anti-diagonal ascend while its columns descend. With columns reversed both are slices.
+    # Rows of an anti-diagonal ascend while its columns descend. With columns reversed both are slices, and an
+    # anti-diagonal is a diagonal.
     pushed = coupled.transpose(1, 2).flip(1).contiguous()
     across = None if across is None else across.transpose(1, 2).flip(1).contiguous()
     down = None if down is None else down.transpose(1, 2).contiguous()
+    # Views of the same memory in NumPy, whose calls for a few numbers take less time.
+    owns, seens, chosen = own.numpy(), mine.numpy(), values.numpy()
+    added = pushed.view(count, size * size).numpy()
+    square = size * size, size, 1
     for s in range(2 * size - 1):
         a, b = max(0, s - size + 1), min(size, s + 1)
-        reverse = slice(size - 1 - s + a, size - 1 - s + b)
-        seen = _anti_diagonal(mine, s)
-        target = seen + pushed.as_strided((count, b - a), (size * size, size + 1), reverse.start * size + a)
-        made = symbols.values(target, s)
-        _anti_diagonal(values, s).copy_(made)
-        error, passed = _anti_diagonal(own, s) - made, seen - made
+        turned = size - 1 - s + a  # the reversed columns, from here on as many as there are rows
+        seen = _anti_diagonal(seens, s)
+        made = values_of(seen + added[:, turned * size + a :: size + 1][:, : b - a], s)
+        _anti_diagonal(chosen, s)[:] = made
         first = s - b + 2  # the columns that read errors of these, and their rows, begin here and at a + 1
-        if across is not None:
-            mine[:, a:b, first:].addcmul_(error.unsqueeze(2), across[:, reverse, first:])
-        if down is not None:
-            pushed[:, reverse, a + 1 :].addcmul_(passed.unsqueeze(2), down[:, a:b, a + 1 :])
+        if across is not None and first < size:
+            error = torch.from_numpy((_anti_diagonal(owns, s) - made)[..., None])
+            shape = count, b - a, size - first
+            read = across.as_strided(shape, square, turned * size + first)
+            mine.as_strided(shape, square, a * size + first).addcmul_(error, read)
+        if down is not None and a + 1 < size:
+            passed = torch.from_numpy((seen - made)[..., None])
+            shape = count, b - a, size - a - 1
+            read = down.as_strided(shape, square, a * size + a + 1)
+            pushed.as_strided(shape, square, turned * size + a + 1).addcmul_(passed, read)
     coupled.copy_(pushed.flip(1).transpose(1, 2))
     return values
 
