@@ -32,7 +32,7 @@ from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.workers import Workers
 from kflats.compress import pipeline
 from kflats.io import saving
-from kflats.io.mapped import copied_if_written, mapped_tensors
+from kflats.io.mapped import Spill, copied_if_written, mapped_tensors
 from kflats.io.saving import load_model
 from kflats.model.weights import find_weights
 
@@ -210,6 +210,32 @@ def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkey
     assert len(files) > 2
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("opens_again", [True, False], ids=["no open file", "an open file"])
+def test_spilled_tensors_are_the_same(opens_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if opens_again and not Path("/dev/fd").is_dir():
+        pytest.skip("this system does not open files by number")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and (opens_again or path.parts[:2] != ("/", "dev")))
+    given = {
+        "odd": torch.arange(7, dtype=torch.int8),
+        "half": torch.arange(6).view(2, 3).to(torch.bfloat16).T,
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.empty(0, 4),
+        "yes": torch.tensor([True, False]),
+    }
+    before = list(Path("/dev/fd").iterdir()) if opens_again else []
+    kept, empty = Spill(tmp_path).kept_all([given, {"none": torch.empty(0)}])
+    for name, tensor in given.items():
+        assert torch.equal(kept[name], tensor)
+        assert kept[name].dtype == tensor.dtype
+        assert kept[name].untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    assert empty["none"].shape == (0,)
+    kept["one"].add_(1)  # and the rest is as it was
+    assert torch.equal(kept["half"], given["half"])
+    assert not opens_again or len(list(Path("/dev/fd").iterdir())) == len(before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from io import BufferedRandom
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -290,8 +290,7 @@ class Spill:
         return mapped
 
     def kept_all(self, given: Iterable[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The same of all that ``given`` yields, each of which is written before the next one is made. All of them lie
-        in one file: a mapped file counts as open, and a process may open few.
+        """The same of all that ``given`` yields, each of which is written before the next one is made, in one file.
 
         Raises:
             KflatsError: as ``kept``.
@@ -306,7 +305,7 @@ class Spill:
                     written.append({name: self._written(file, tensor) for name, tensor in tensors.items()})
             with explained(self.folder):
                 file.flush()
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else None
+                data = _memory_of(file)
         return [{name: place.of(data) for name, place in places.items()} for places in written]
 
     def _written(self, file: BufferedRandom, tensor: Tensor) -> _Place:
@@ -337,11 +336,24 @@ class _Place:
     dtype: torch.dtype
     shape: torch.Size
 
-    def of(self, data: mmap.mmap | None) -> Tensor:
-        """The tensor, of the whole file."""
-        if data is None or not prod(self.shape):
-            return torch.empty(self.shape, dtype=self.dtype)
-        return _read_only(data, self.offset, self.dtype, self.shape)
+    def of(self, data: npt.NDArray[np.uint8]) -> Tensor:
+        """The tensor, of the whole file; its storage is its own part alone."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        if not nbytes:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        return torch.from_numpy(data[self.offset : self.offset + nbytes]).view(self.dtype).view(self.shape)
+
+
+def _memory_of(file: BufferedRandom) -> npt.NDArray[np.uint8]:
+    """A file that was written to its end, mapped; what is written into this memory stays out of the file. A process may
+    have few open files: where the system can open this one again, by its number, it does not stay open."""
+    if not (size := file.tell()):
+        return np.empty(0, dtype=np.uint8)
+    again = Path(f"/dev/fd/{file.fileno()}")
+    if not again.exists():
+        return np.memmap(file, dtype=np.uint8, mode="c")
+    storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(again), shared=False, nbytes=size))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
