@@ -54,6 +54,16 @@ def test_layers_that_share_a_weight_are_named(name: str) -> None:
         named(model, "conv")
 
 
+@pytest.mark.parametrize("name", ["linear", "all", "lay*"])
+def test_layers_that_share_a_weight_are_left_out_with_a_warning(name: str) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8), "layer_too": nn.Linear(8, 8), "layer_own": nn.Linear(8, 8)})
+    model["layer_too"].weight = model["layer"].weight
+    with pytest.warns(KflatsWarning, match="not compressed: layer, layer_too, because .* shared by several modules"):
+        assert named(model, name) == ["layer_own"]
+    named_alone = select(model, {name: None, "layer_own": SVD()}, MEASURED)  # no warning: nothing more was asked for
+    assert [one.weight.name for one in named_alone] == ["layer_own"]
+
+
 def test_a_tied_head_is_no_layer_that_shares_a_weight() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
     model["head"].weight = model["words"].weight

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -75,9 +75,12 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
     weights = find_weights(model)
     named: dict[str, tuple[Weight, Any, int]] = {}
+    shared: dict[str, None] = {}  # each once, in this order
     for name, recipe in recipes.items():
-        meant, rank = _meant(model, weights, str(name))
-        for weight in meant:
+        meant = _meant(model, weights, str(name))
+        rank = meant.rank
+        shared |= dict.fromkeys(meant.shared if recipe is not None else ())
+        for weight in meant.weights:
             other = named.get(weight.name)
             if other is not None and rank == other[2] == _NAME:
                 raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
@@ -105,6 +108,9 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         raise KflatsError(f"{some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
         warnings.warn(KflatsWarning(f"not compressed: {some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
+    if shared:
+        why = "because each of their weights is shared by several modules"
+        warnings.warn(KflatsWarning(f"not compressed: {some(list(shared))}, {why}"), stacklevel=2)
     if "linear" in recipes and (apart := _parameters_but(named, weights)):
         why = "which no layer of their own multiplies by, such as experts kept as one tensor; the word all names them"
         warnings.warn(KflatsWarning(f"not compressed: {some(apart)}, {why}"), stacklevel=2)
@@ -310,43 +316,48 @@ _WHY = {
 }
 
 
-def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[list[Weight], int]:
-    """The weights that one name, pattern or word means, and which of these it is."""
-    paths = {end for path in spellings(model, name) for end in (path, path.removesuffix(".weight"))}
-    exact = any(paths & {place.name for place in w.places} for w in weights)
-    if not exact and name in WORDS:
-        chosen = [w for w in weights if w.places[0].role in WORDS[name]]
-        if not chosen:
-            kind = "" if name == "all" else f" of the kind {name!r}"
-            _check_shared(model, weights, name, lambda layer: layer.role in WORDS[name])
-            raise KflatsError(
-                f"the model has no weights{kind} that can be compressed", hint="kflats inspect MODEL lists them"
-            )
-        return chosen, _WORD
-    if not exact and any(mark in name for mark in "*?["):
+@dataclass(frozen=True)
+class _Meant:
+    """What one name, pattern or word means: ``weights``, and names of layers that cannot be compressed, because several
+    modules share their weight; ``rank``: which of the three it is."""
 
-        def matches(place: WeightUse) -> bool:
+    weights: list[Weight]
+    rank: int
+    shared: list[str] = field(default_factory=list)
+
+
+def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> _Meant:
+    paths = {end for path in spellings(model, name) for end in (path, path.removesuffix(".weight"))}
+    if any(paths & {place.name for place in w.places} for w in weights):
+        return _Meant([find_weight(model, name)], _NAME)
+    if name in WORDS:
+
+        def is_meant(place: WeightUse) -> bool:
+            return place.role in WORDS[name]
+
+        chosen, rank = [w for w in weights if is_meant(w.places[0])], _WORD
+        nothing = f"the model has no weights{'' if name == 'all' else f' of the kind {name!r}'} that can be compressed"
+        hint = "kflats inspect MODEL lists them"
+    elif any(mark in name for mark in "*?["):
+
+        def is_meant(place: WeightUse) -> bool:
             return any(fnmatchcase(place.name, path) for path in paths)
 
-        chosen = [w for w in weights if any(map(matches, w.places))]
-        if not chosen:
-            _check_shared(model, weights, name, matches)
-            raise KflatsError(
-                f"no weight of the model matches {name!r}",
-                hint="names such as " + ", ".join(w.name for w in weights[:3]) + "; kflats inspect MODEL lists them",
-            )
-        return chosen, _PATTERN
-    return [find_weight(model, name)], _NAME
-
-
-def _check_shared(model: nn.Module, weights: tuple[Weight, ...], name: str, meant: Callable[[WeightUse], bool]) -> None:
-    """Raise KflatsError where what is ``meant`` by a word or pattern are layers whose weight several modules share."""
-    if shared := [layer.name for layer in shared_layers(model, weights) if meant(layer)]:
+        chosen, rank = [w for w in weights if any(map(is_meant, w.places))], _PATTERN
+        nothing = f"no weight of the model matches {name!r}"
+        hint = "names such as " + ", ".join(w.name for w in weights[:3]) + "; kflats inspect MODEL lists them"
+    else:
+        return _Meant([find_weight(model, name)], _NAME)
+    shared = [layer.name for layer in shared_layers(model, weights) if is_meant(layer)]
+    if shared and not chosen:
         raise KflatsError(
             f"the weights that {name!r} means cannot be compressed: {some(shared)}",
             cause="each of them is shared by several modules",
             hint="a model with one module in all places of a weight, or with a copy of the weight for each module",
         )
+    if not chosen:
+        raise KflatsError(nothing, hint=hint)
+    return _Meant(chosen, rank, shared)
 
 
 def _measures(model: nn.Module, weight: Weight, data: CalibrationData) -> bool:
