@@ -64,6 +64,15 @@ def test_layers_that_share_a_weight_are_left_out_with_a_warning(name: str) -> No
     assert [one.weight.name for one in named_alone] == ["layer_own"]
 
 
+def test_a_token_table_without_a_tokenizer_is_weighed_by_what_is_measured() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8))
+    of = {data.measurable: select(model, {"all": Auto()}, data)[0].recipe for data in (CalibrationData(), MEASURED)}
+    assert of[False].importance == Uniform()
+    assert (of[True].importance, of[True].matrix_rows) == (KroneckerFisher(damping=1.0), "in_features")
+    # All errors are in units of the loss, so that they can be added up.
+    assert all(weighting_form(one.recipe, one.weight).loss_units for one in select(model, {"all": Auto()}, MEASURED))
+
+
 def test_a_tied_head_is_no_layer_that_shares_a_weight() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
     model["head"].weight = model["words"].weight

@@ -10,7 +10,7 @@ the largest table in the end (``_waits``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,7 +73,8 @@ def fitted(
             fits = replace(fits, partial=partial and partial.beside("sequential"))
             fits.add_to_(done, [one for one in decisions if one.weight.name not in layers])
             last = fits.adjusted(decisions)
-            takes_rest = last is not None and last.weight.name not in layers and _waits(last, layers.values())
+            # Layers of one width can take no bytes more: what is left is for the largest weight then.
+            takes_rest = last is not None and not any(one.recipe.codec.any_size for one in layers.values())
             _Layers(fits, blocks, layers, shares=not takes_rest).add_to_(done)
             decisions = []
             if last is not None and takes_rest:
@@ -135,13 +136,6 @@ class _Layers:
             name: Target(target.float(), functools.partial(shift, matrices[name]) if name in centred else None, _NOTE)
             for name, target in wanted.items()
         }
-
-
-def _waits(last: Decision, layers: Iterable[Decision]) -> bool:
-    """Whether the largest weight, which is no layer of a block, is fitted once more, with what the layers leave: where
-    they have one width, and a table that is the output head too. Its error there may be most of all
-    (``benchmarks/sequential_decoder.py``)."""
-    return len(last.weight.places) > 1 or not any(one.recipe.codec.any_size for one in layers)
 
 
 def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str]) -> Blocks | None:

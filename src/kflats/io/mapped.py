@@ -346,14 +346,14 @@ class _Place:
 
 def _memory_of(file: BufferedRandom) -> npt.NDArray[np.uint8]:
     """A file that was written to its end, mapped; what is written into this memory stays out of the file. A process may
-    have few open files: where the system can open this one again, by its number, it does not stay open."""
+    have few open files: where the system opens this one again, by its number, it does not stay open."""
     if not (size := file.tell()):
         return np.empty(0, dtype=np.uint8)
-    again = Path(f"/dev/fd/{file.fileno()}")
-    if not again.exists():
+    try:
+        storage = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=False, nbytes=size)
+    except RuntimeError:
         return np.memmap(file, dtype=np.uint8, mode="c")
-    storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(again), shared=False, nbytes=size))
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(cast(torch.UntypedStorage, storage)).numpy()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
