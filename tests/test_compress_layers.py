@@ -149,6 +149,29 @@ def test_what_matters_to_the_output_stays_better_with_what_was_measured() -> Non
     assert lost["gram"] < 0.5 * lost["plain"]
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_token_table_without_a_tokenizer_shares_the_budget(reached: bool) -> None:
+    """Rows that batches read lose less than others; a table that no batch reaches has its part of the bytes too."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = nn.Embedding(600, 32), nn.Linear(32, 32)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.words(input_ids) if reached else input_ids.unsqueeze(-1).expand(-1, -1, 32) / 60)
+
+    torch.manual_seed(0)
+    model = Words()
+    before = model.words.weight.detach().clone()
+    batches = [{"input_ids": torch.randint(0, 60, (8, 16))} for _ in range(8)]
+    report = compress_(model, {"all": Auto()}, keep="12%", calibration=batches, quiet=True)
+    assert report.bytes_after <= 0.12 * report.bytes_before
+    lost = (model.words(torch.arange(600)) - before).square().sum(1).detach()
+    assert 0 < float(lost.mean()) < 0.1 * float(before.square().sum(1).mean())
+    assert float(lost[:60].mean()) < (0.9 if reached else 1.3) * float(lost[60:].mean())
+
+
 def test_statistics_are_measured_once_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     model = classifier(transformers)

@@ -68,7 +68,8 @@ def test_a_token_table_without_a_tokenizer_is_weighed_by_what_is_measured() -> N
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8))
     of = {data.measurable: select(model, {"all": Auto()}, data)[0].recipe for data in (CalibrationData(), MEASURED)}
     assert of[False].importance == Uniform()
-    assert (of[True].importance, of[True].matrix_rows) == (KroneckerFisher(damping=1.0), "in_features")
+    measured = KroneckerFisher(damping=1.0, unreached="uniform")
+    assert (of[True].importance, of[True].matrix_rows) == (measured, "in_features")
     # All errors are in units of the loss, so that they can be added up.
     assert all(weighting_form(one.recipe, one.weight).loss_units for one in select(model, {"all": Auto()}, MEASURED))
 

@@ -387,7 +387,7 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
             return Recipe(chooser or Flats(), TokenCounts(1.0, 0.5 if data.counts else 1.0, _STATIC_FLOOR))
         if chooser is not None and _measures(model, weight, data):
             if data.tokenizer is None:
-                return Recipe(chooser, KroneckerFisher(damping=_UNREAD), matrix_rows="in_features")
+                return Recipe(chooser, KroneckerFisher(damping=_UNREAD, unreached="uniform"), matrix_rows="in_features")
             few = sum(map(len, data.texts or ())) < _FEW
             return Recipe(chooser, TokenFisher(smoothing=1) if few else TokenFisher())
         prior = Uniform() if data.tokenizer is None else ZipfPrior()
