@@ -3,8 +3,8 @@
 Tables, and all that is no linear layer in codes, are fitted first, from the measurements of the original model. Then
 linear layers are coded in the order in which the model calls them. The target of a layer is a part of the way from its
 own matrix M to the one whose outputs are nearest to the original's when its inputs come from tables and layers that are
-coded already (``calibration.sequential``). Bytes that a weight leaves of its budget go to the layers after it, or to
-the largest table in the end (``_waits``).
+coded already (``calibration.sequential``). Bytes that a weight leaves of its budget go to the layers after it; where
+codes of these have one size, the largest weight takes them, which is fitted once more in the end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fitted(
             fits = replace(fits, partial=partial and partial.beside("sequential"))
             fits.add_to_(done, [one for one in decisions if one.weight.name not in layers])
             last = fits.adjusted(decisions)
-            # Layers of one width can take no bytes more: what is left is for the largest weight then.
+            # Layers whose codes have one size take no bytes more: what is left is for the largest weight then.
             takes_rest = last is not None and not any(one.recipe.codec.any_size for one in layers.values())
             _Layers(fits, blocks, layers, shares=not takes_rest).add_to_(done)
             decisions = []
