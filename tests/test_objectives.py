@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kflats.calibration import counting
 from kflats.calibration.counting import text_batches
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
@@ -308,6 +312,31 @@ def test_text_batches(tiny_tokenizer: Any) -> None:
     batches = text_batches(iter(texts), tiny_tokenizer, batch=2, max_length=8)
     assert [tuple(b["input_ids"].shape) for b in batches] == [(2, 4), (2, 8)]
     assert batches[0]["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_long_texts_get_a_batch_of_their_own_where_that_saves_padding(tiny_tokenizer: Any) -> None:
+    texts = ["a " * 100] * 3 + ["a"] * 5 + ["b " * 100]
+    shapes = [tuple(b["input_ids"].shape) for b in text_batches(texts, tiny_tokenizer)]
+    assert [rows for rows, _ in shapes] == [5, 4]
+    few = text_batches(["a", "a b"] * 5, tiny_tokenizer, batch=4)  # nothing to save: as many as may be
+    assert [len(b["input_ids"]) for b in few] == [4, 4, 2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 5))
+def test_no_other_cut_of_a_block_has_fewer_tokens(lengths: list[int], most: int) -> None:
+    rows = [[0] * length for length in sorted(lengths)]
+
+    def cost(ends: tuple[int, ...]) -> int:
+        return sum((b - a) * len(rows[b - 1]) + counting._CALL for a, b in pairwise((0, *ends, len(rows))))
+
+    parts = list(counting._parts(rows, most))
+    assert [row for part in parts for row in part] == rows
+    assert max(map(len, parts)) <= most
+    inner = range(1, len(rows))
+    cuts = [ends for k in range(len(rows)) for ends in combinations(inner, k)]
+    allowed = [ends for ends in cuts if max(b - a for a, b in pairwise((0, *ends, len(rows)))) <= most]
+    assert cost(tuple(accumulate(len(part) for part in parts[:-1]))) == min(map(cost, allowed))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kflats.common.errors import KflatsError
 from kflats.numerics import svd
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.svd import project, right_metric, truncated_svd, weighted_spectrum
+from kflats.numerics.svd import longest_by, project, right_metric, truncated_svd, weighted_spectrum
 
 F64 = torch.float64
 SHAPES = {"tall": (60, 9), "square": (12, 12), "wide": (7, 30), "one row": (1, 5), "one column": (20, 1)}
@@ -262,6 +262,27 @@ def test_a_right_metric_is_split_and_inverted_where_it_is_regular():
         torch.testing.assert_close(
             found.decoder(found.encoder(eye).T), eye, atol=1e-9, rtol=0
         ) if gram.ndim == 1 else torch.testing.assert_close(found.factor @ found.inverse, eye, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("left", ["none", "rows", "full"])
+@pytest.mark.parametrize("kind", ["full", "diagonal"])
+def test_the_parts_of_a_row_are_together_no_longer_than_the_bound(kind, left):
+    a, w, right = draw(60, 9, 3, zero_weights=False)
+    right = right if kind == "full" else right.diagonal()
+    by_left = {"none": None, "rows": w, "full": torch.diag(w) + 0.1}[left]
+    found = truncated_svd(a, 9, left=by_left, right=right)
+    sums = (found.coordinates.abs() * found.basis.norm(dim=1)).sum(1)
+    bound = longest_by(TensorRows(a), right)
+    assert sums.max() <= bound * (1 + 1e-9)
+    assert longest_by(TensorRows(1000 * a), right) == pytest.approx(1000 * bound)
+    assert bound <= 100 * float(sums.max())
+
+
+def test_parts_of_a_row_have_no_bound_where_directions_are_not_judged():
+    a, _, right = draw(60, 9, 3)
+    right[0] = right[:, 0] = 0
+    assert longest_by(TensorRows(a), right) == float("inf")
+    assert longest_by(TensorRows(a.T.contiguous()), torch.eye(60, dtype=F64)) == float("inf")
 
 
 def test_full_matrices_are_never_formed(monkeypatch):

@@ -16,7 +16,7 @@ from kflats.methods import METHODS
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.gram import row_lengths
-from kflats.numerics.svd import truncated_svd
+from kflats.numerics.svd import longest_by, truncated_svd
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Float(Codec):
 def _ranks_in_range(table: Table, most: float) -> int:
     """The largest rank at which no coordinate in an orthonormal basis is above ``most``."""
     weighting = table.weighting
-    if weighting.right is None and 2 * float(row_lengths(table.rows).max()) <= most:
+    longest = row_lengths(table.rows).max() if weighting.right is None else longest_by(table.rows, weighting.right)
+    if 2 * float(longest) <= most:
         return min(table.rows.shape)  # no coordinate is longer than its row
     svd = truncated_svd(table.rows, min(table.rows.shape), left=weighting.left, right=weighting.right)
     sizes = svd.coordinates.abs() * svd.basis.norm(dim=1).to(svd.coordinates)

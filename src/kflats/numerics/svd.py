@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.gram import LARGE, WideRows, gram_of, least_squares, top_eigenvectors
+from kflats.numerics.gram import LARGE, WideRows, gram_of, least_squares, row_lengths, top_eigenvectors
 from kflats.numerics.large_matrices import all_finite, stripes, symmetric
 from kflats.numerics.rows import (
     MetricRows,
@@ -266,6 +266,22 @@ def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, righ
     small = _small_problem(rows, left, right)
     values: Tensor = torch.linalg.eigvalsh(small.gram).flip(0).clamp_min(0.0)
     return small.scale * values
+
+
+def longest_by(rows: Rows, right: Tensor) -> float:
+    """A bound of the sums, over the parts of any ``truncated_svd`` of ``rows`` (n, d) under a right Gram R R', of the
+    lengths of what a part gives a row: max_i ||a_i R|| ||R^-1||_F. Part k gives row i a_i R v_k v_k' R^-1, for
+    orthonormal v_k. Infinite where they are other ones: n < d, or a metric that does not judge all directions.
+
+    >>> round(longest_by(checked_rows(torch.tensor([[3.0, 0.0], [0.0, 1.0]])), torch.tensor([1.0, 4.0])), 4)  # of 3
+    3.3541
+    """
+    n, d = rows.shape
+    metric = right_metric(right.to(rows.device), d) if n >= d else None
+    if metric is None or metric.is_singular:
+        return math.inf
+    factor = metric.factor
+    return float(row_lengths(MetricRows(rows, factor)).max()) * float(torch.linalg.vector_norm(metric.inverse))
 
 
 def project(rows: Rows, basis: Tensor) -> Tensor:
