@@ -393,6 +393,19 @@ def test_dense_layers_multiply_exact_integers(tmp_path: Path) -> None:
     assert all(isinstance(layer, nn.Linear | conv1d) for layer in model)  # the model given is as it was
 
 
+def test_layers_called_by_name_multiply_integers(tmp_path: Path) -> None:
+    class Named(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self[0](input=x)
+            return out
+
+    x, model = torch.randn(4, 16), Named(nn.Linear(16, 24))
+    made = in_integers(model, tmp_path, x)
+    assert len(factors(made.path)) == 1
+    with torch.no_grad():
+        assert float((run(made.path, x) - model(x)).norm()) < 0.02 * float(model(x).norm())
+
+
 def test_codes_give_integers_whose_columns_are_more_even(tmp_path: Path) -> None:
     matrix = with_feedback_steps(20, 48)
     model = Reads(nn.Linear(48, 20))

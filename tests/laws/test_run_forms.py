@@ -291,7 +291,7 @@ def kernel(request: pytest.FixtureRequest) -> IntegerKernel:
     return cast(IntegerKernel, request.param)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 17), (3, 384, 5), (33, 65, 64), (320, 384, 96)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 1, 3), (1, 2, 17), (3, 384, 5), (33, 65, 64), (320, 384, 96)])
 def test_products_are_those_of_whole_numbers(kernel: IntegerKernel, shape: tuple[int, int, int]) -> None:
     """Of the largest integers of both signs, and of numbers between them that the kernel rounds to the nearest."""
     (m, k, n), draws = shape, torch.Generator().manual_seed(0)
@@ -322,6 +322,30 @@ def test_a_cpu_whose_integers_are_wrong_is_refused(monkeypatch: pytest.MonkeyPat
 
 def no_kernel(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     raise NotImplementedError("'_int_mm' is not implemented for 'Char' on this build")
+
+
+def test_sums_of_integers_that_leave_32_bits_are_refused() -> None:
+    most = running.MOST_INPUTS
+    assert most * integer_limit() ** 2 < 2**31
+    model = nn.Sequential(nn.Linear(most + 1, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(0.01)
+    recipe = Recipe(KeepDense(), codec=Integer(bits=8), matrix_rows="out_features")
+    kflats.compress_(model, {"linear": recipe}, keep="40%", quiet=True)
+    assert forms.integers_of(model) is None
+    assert forms.integers_of(net()) == integer_limit()
+    run_as_(model, "int8")
+    with torch.inference_mode(), pytest.raises(KflatsError, match=r"131,073 inputs[\s\S]*32 bits[\s\S]*dense"):
+        model(torch.ones(1, most + 1))
+    rows = torch.ones(1, most)
+    whole = IntegerProduct.of(rows, torch.ones(most))(rows)
+    assert float(whole) == pytest.approx(most, rel=1e-3)
+
+
+def test_inputs_may_have_the_name_that_torch_gives_them() -> None:
+    for recipe in (Recipe(KeepDense(), codec=Integer(bits=8)), Recipe(SVD())):
+        layer, x = net(recipe)[0], inputs()
+        torch.testing.assert_close(layer(input=x), layer(x))
 
 
 @pytest.mark.parametrize("missing", [no_kernel, None], ids=["no kernel", "no operator"])

@@ -124,7 +124,7 @@ class Feedback(Codec):
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 
     Choose it for linear layers with calibration data: at equal bytes its error under the importance is a fraction of
-    that of ``Transform``, which stores axes, under ``KroneckerFisher`` from half a bit a number on, under ``InputGram``
+    that of ``Transform``, which stores axes, under ``KroneckerFisher`` from one bit a number on, under ``InputGram``
     from two (``benchmarks/feedback.py``). Long embedding tables are better off with
     ``Transform``, whose axes are shared by many rows; weights on a grid with ``Integer(8)``, which keeps the grid.
 

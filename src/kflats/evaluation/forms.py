@@ -16,6 +16,7 @@ from kflats.evaluation.latency import DRAWN_SHAPES, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs
 from kflats.evaluation.running import device_of, modality_of
 from kflats.matrices.integer_kernels import integer_limit
+from kflats.matrices.running import MOST_INPUTS
 from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_, warn_without_effect
 from kflats.model.weights import described_models
 
@@ -40,9 +41,9 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "compact" | codes that are decoded in every call | 0 |
 
     Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
-    "int8" for little time, on one core .7 to .95 of float32's and .5 to .7 under ``torch.compile``
+    "int8" for little time, on one core .4 to 1 of float32's and .4 to .7 under ``torch.compile``, by the CPU
     (``benchmarks/latency.py``), where a cosine .001 to .002 lower is allowed, or .003 to .004 on CPUs without VNNI
-    units. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs
+    units. Choose "compact" where memory is short; one sentence then takes four to seven times as long. On CPUs
     with matrix units for bfloat16 (AMX) no form is as fast in batches on one core as the whole model in that type:
     ``model.bfloat16()``.
 
@@ -143,8 +144,11 @@ def fastest(model: nn.Module, losses: tuple[FormLoss, ...], most_loss: float, *,
 
 def integers_of(model: nn.Module) -> int | None:
     """Where the integers of int8 end on the device of the coded layers of ``model``; None where it has no such form,
-    and for layers on several kinds of device."""
-    kinds = {layer.weight.device.type for layer in coded_layers(model)} or {device_of(model).type}
+    for layers on several kinds of device, and for a layer of more inputs than integers can add up."""
+    layers = coded_layers(model)
+    if any(layer.matrix.shape[1 if layer.transposed else 0] > MOST_INPUTS for layer in layers):
+        return None
+    kinds = {layer.weight.device.type for layer in layers} or {device_of(model).type}
     try:
         return integer_limit(kinds.pop()) if len(kinds) == 1 else None
     except KflatsError:

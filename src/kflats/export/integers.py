@@ -214,7 +214,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
             parts[name] = layer.matrix.scaled(transposed=layer.transposed, power=SCALE_POWER)
     floats = [name for name, part in parts.items() if part is None]
     inputs: dict[str, Tensor] = {}
-    hooks = [layer.register_forward_pre_hook(_keeper(inputs, name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(_keeper(inputs, name), with_kwargs=True) for name, layer in layers.items()]
     try:
         run()
     finally:
@@ -235,9 +235,9 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
     return (*floats, *(name for name, module in model.named_modules() if isinstance(module, others)))
 
 
-def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        inputs.setdefault(name, given[0])
+def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
+    def keep(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        inputs.setdefault(name, given[0] if given else named["input"])
 
     return keep
 

@@ -139,8 +139,9 @@ def export_onnx(
             ``last_hidden_state``. A SentenceTransformer is always pooled.
         int8: linear layers and tied heads multiply integers of 8 bits, the inputs of each token rounded; dense tables
             have a byte a number. Choose it for speed on CPUs, where a cosine of about .998 to the same model in float
-            is enough (all-MiniLM-L6-v2 in 8 MB: .9981 for sentences and for paragraphs).
-            It is right on every CPU. Factored layers without codes stay as they are, and convolutions in float.
+            is enough (all-MiniLM-L6-v2 in 8 MB: .998 for sentences and for paragraphs).
+            It is right on every CPU; layers of more than 131,072 inputs are refused. Factored layers without codes stay
+            as they are, and convolutions in float.
         tolerance: of the check; by default 1e-4, and .15 with ``int8``.
         force: replace an existing ONNX file, or folder, that kflats wrote.
 

@@ -494,9 +494,9 @@ class FactoredLinear(_Multiplies, nn.Module):
         """As ``nn.Linear`` has it."""
         return self.out_features, self.in_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
-        return self.times(x, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)``: the input times the matrix in its orientation, plus the bias."""
+        return self.times(input, self.bias)
 
 
 class FactoredHead(_Multiplies, nn.Module):
@@ -553,9 +553,9 @@ class FactoredHead(_Multiplies, nn.Module):
         if isinstance(shell, nn.Linear):
             shell.out_features = self.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
-        return self.times(x, self.bias)
+        return self.times(input, self.bias)
 
 
 def check_bias(bias: Tensor | None, size: int) -> None:
@@ -739,12 +739,12 @@ class FactoredConv2d(_Multiplies, nn.Module):
         """As ``nn.Conv2d`` has it."""
         return self.out_channels, self.in_channels, *self.kernel_size
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
-        if not is_one_operator(self.matrix) or torch.is_autocast_enabled(x.device.type):
-            return self._output(x, self.bias)
-        shape = (*x.shape[:-3], self.out_channels, *self._sizes(x))
-        return self._as_operator(x, self.bias, shape, x.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in the input's type."""
+        if not is_one_operator(self.matrix) or torch.is_autocast_enabled(input.device.type):
+            return self._output(input, self.bias)
+        shape = (*input.shape[:-3], self.out_channels, *self._sizes(input))
+        return self._as_operator(input, self.bias, shape, input.dtype)
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``."""

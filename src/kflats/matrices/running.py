@@ -33,6 +33,8 @@ from kflats.matrices.integer_kernels import IntegerKernel, Packed, integer_kerne
 
 LEAST = 1e-30
 """A row or an output of less is rounded to zeros."""
+MOST_INPUTS = 2**17
+"""Inputs of a product of integers up to 127: its sums stay in 32 bits."""
 _AT_ONCE = 2**16
 """Numbers that are rounded at a time, so that no copies of the whole matrix are made."""
 _WIDENED = 2**20
@@ -141,7 +143,17 @@ class RoundedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, scales: Tensor, steps_of: Callable[[Tensor], Tensor]) -> RoundedMatrix:
-        """Of (out, in) float32, rounded to the nearest integers; ``steps_of``: (m, in) -> (m,), a step for each."""
+        """Of (out, in) float32, rounded to the nearest integers; ``steps_of``: (m, in) -> (m,), a step for each.
+
+        Raises:
+            KflatsError: more than ``MOST_INPUTS`` inputs.
+        """
+        if len(scales) > MOST_INPUTS:
+            raise KflatsError(
+                f"integers of 8 bits are not supported for a layer of {len(scales):,} inputs",
+                cause=f"sums of more than {MOST_INPUTS:,} products may leave 32 bits",
+                hint="the run-time form dense, or a file of floats",
+            )
         at_once = max(1, _AT_ONCE // max(1, len(scales)))
         steps = weight.new_empty(len(weight))
         # A new tensor: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
@@ -169,7 +181,7 @@ class IntegerProduct:
         """Of (out, in) float32, rounded to the integers of its device.
 
         Raises:
-            KflatsError: as ``integer_kernel``.
+            KflatsError: as ``integer_kernel`` and ``RoundedMatrix.of``.
         """
         kernel = integer_kernel(weight.device.type)
         rounded = RoundedMatrix.of(weight, scales, partial(steps_to, kernel.most))
