@@ -73,7 +73,7 @@ def main() -> None:
         line: dict[str, object] = {"token table": name}
         small = load_model(packaged_model())
         if recipe is None:
-            compress_(small, Auto(), size=options.size, texts=texts, tokenizer=tokenizer, quiet=True)
+            compress_(small, {"all": Auto()}, size=options.size, texts=texts, tokenizer=tokenizer, quiet=True)
         else:
             recipes = {"all": Auto(), "embeddings.word_embeddings": recipe}
             compress_(small, recipes, size=options.size, calibration=of_encoder, quiet=True)
