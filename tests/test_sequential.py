@@ -268,17 +268,22 @@ def test_layers_are_coded_again_only_if_told() -> None:
     assert [one.report for one in fits(model, decided).values() if NOTE in one.report.note]
 
 
-def test_without_windows_or_a_chain_layers_keep_their_codes() -> None:
+def test_without_windows_or_a_chain_layers_keep_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
     plain = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).eval()
     batches = [{"input": torch.randn(8, 40)} for _ in range(4)]
     data = gather(None, None, batches, None, None)
     decided = decide(plain, {"linear": COARSE}, one_budget("30%", None), data)
     notes = [one.report.note for one in fitted(plain, decided, 0, True, None, sequential=True)]
     assert not any(NOTE in note for note in notes)
+    assert not capsys.readouterr().err
+    fitted(plain, decided, 0, False, None, sequential=True)
+    assert "each linear layer is coded by itself: sequential calibration needs" in capsys.readouterr().err
     model = blocks()
     decided = decided_for(model)
     decided = replace(decided, data=replace(decided.data, calibration=None))
     assert not any(NOTE in one.report.note for one in fits(model, decided, sequential=True).values())
+    fitted(model, decided, 0, False, None, sequential=True)
+    assert "by itself" not in capsys.readouterr().err  # nothing was given that could be run
 
 
 def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

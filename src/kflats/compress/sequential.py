@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kflats.calibration.sequential import Blocks, Moments
 from kflats.calibration.windows import drawn_windows
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import progress_bar
+from kflats.common.formatting import announce, progress_bar
 from kflats.common.texts import SAMPLES
 from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Workers
@@ -40,6 +40,10 @@ layer with more of them, as the second of a feed-forward network, costs most and
 _WINDOWS = SAMPLES
 """How many windows layers are run on, at most."""
 _NOTE = "coded behind coded layers"
+_ALONE = (
+    "each linear layer is coded by itself: sequential calibration needs a model that is a chain of blocks, and "
+    "12 tokens of data for each input of a layer"
+)
 
 
 def fitted(
@@ -67,7 +71,7 @@ def fitted(
         fits = Fits.of(model, plan, data, seed, partial, update, workers or Workers(), file_limit)
         done, decisions = fits.begun()
         layers = {one.weight.name: one for one in decisions if _has_target(one)}
-        blocks = _blocks(fits, decisions, layers) if sequential and layers else None
+        blocks = _blocks(fits, decisions, layers, quiet) if sequential and layers else None
         if blocks is not None:
             # Bytes pass on in another order: what was kept of one way is nothing for the other.
             fits = replace(fits, partial=partial and partial.beside("sequential"))
@@ -138,13 +142,15 @@ class _Layers:
         }
 
 
-def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str]) -> Blocks | None:
-    """The blocks of the model with what they are run on; None where there are none."""
+def _blocks(fits: Fits, decisions: Sequence[Decision], with_targets: Collection[str], quiet: bool) -> Blocks | None:
+    """The blocks of the model with what they are run on. None where there are none, and a line if there is data."""
     measured = fits.data.statistics is not None and bool(needed((one.weight, one.recipe) for one in decisions))
     batches = _windows(fits.model, fits.data, measured)
     scratch = None if fits.partial is None else fits.partial.folder
     layers = [one.weight for one in decisions if _is_layer(one)]
-    return Blocks.of(fits.model, layers, with_targets, batches, scratch, fits.workers)
+    blocks = Blocks.of(fits.model, layers, with_targets, batches, scratch, fits.workers)
+    announce(_ALONE, quiet=quiet or blocks is not None or not batches)
+    return blocks
 
 
 def _has_target(decision: Decision) -> bool:
