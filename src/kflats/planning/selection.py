@@ -307,7 +307,7 @@ no window reaches, as a share of the mean: windows have 128 tokens, and models r
 (valid) gain .013 in the 5th percentile."""
 _UNREAD = 1.0
 """For a token table without a tokenizer: rows that no batch reads have half of the mean weight. Chosen for a whole
-encoder in 8 MB, against .05 and .3, on CoLA (dev) and WikiText-2 (valid)."""
+encoder in 8 MB, against .05 and .3, on CoLA (dev) and WikiText-2 (valid) (``benchmarks/without_tokenizer.py``)."""
 _STATIC_FLOOR = 0.02
 """Of the token counts of a static model. Vectors of texts are means of its rows, so that the expected error of a text
 counts a row as often as it is read (power 1). Chosen on CoLA (dev) and WikiText-2 (valid), with the power."""
