@@ -38,7 +38,7 @@ _WIDEST, _WIDE = 8192, 2
 layer with more of them, as the second of a feed-forward network, costs most and gains least
 (``benchmarks/sequential.py --wide 9``)."""
 _WINDOWS = SAMPLES
-"""How many windows layers are run on, at most."""
+"""How many windows layers are run on, at most; of given batches up to twice as many samples."""
 _NOTE = "coded behind coded layers"
 _ALONE = (
     "each linear layer is coded by itself: sequential calibration needs a model that is a chain of blocks, and "
